@@ -107,7 +107,7 @@ class Commit:
     @property
     def step(self) -> int: return self.body.get('global_step', 0)
     @property
-    def open(self) -> dict | None: return self.body.get('open')
+    def ends_job(self) -> bool: return bool(self.body.get('ledger') or self.body.get('undo')) # a version that can be gone back to
 
 # %% ../nbs/04_store.ipynb #6547acea
 def _key(seq): return f'commits/{seq:020d}.json'
@@ -179,7 +179,7 @@ def checkout(store) -> Checkout:
         except Damaged as e: passed.append(str(e))
         try: bad = read_commit(store, seq)
         except Damaged: seq -= 1; continue # its parent is unknown; the record before it is the nearest safe guess
-        lost += [line['job'] for line in bad.body.get('ledger', ()) if line['job'] not in lost]
+        lost += [entry['id'] for entry in bad.body.get('ledger', ()) if entry['id'] not in lost]
         seq = bad.parent
 
 # %% ../nbs/04_store.ipynb #694ead0c
@@ -253,7 +253,7 @@ def sweep(store,
     versions = []
     for c in line(store, now.commit):
         if len(versions) >= max(keep, 2): break # a damaged newest one needs one to fall back to
-        if not c.open and c.prefix not in versions: versions.append(c.prefix)
+        if c.ends_job and c.prefix not in versions: versions.append(c.prefix)
     ages = {name: age for name, age in store.folders().items() if name.startswith('checkpoint-') and name not in {*versions, now.commit.prefix}}
     named = {c.prefix for c in log(store)} if ages else set()
     dead = [name for name, age in sorted(ages.items()) if name in named or age > grace]
