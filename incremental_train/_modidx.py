@@ -148,6 +148,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'incremental_train/session.py'),
                                            'incremental_train.session._Clock.over': ( 'session.html#_clock.over',
                                                                                       'incremental_train/session.py'),
+                                           'incremental_train.session._checked_base': ( 'session.html#_checked_base',
+                                                                                        'incremental_train/session.py'),
                                            'incremental_train.session._close_lost': ( 'session.html#_close_lost',
                                                                                       'incremental_train/session.py'),
                                            'incremental_train.session._commit': ('session.html#_commit', 'incremental_train/session.py'),

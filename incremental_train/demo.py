@@ -16,8 +16,8 @@ from .record import in_words
 from .session import Session
 
 # %% ../nbs/04c_demo.ipynb #29d40017
-RATE, PASSES = 1e-3, 6
-QUESTION = 'You charged my card twice for order 9914.'
+RATE, PASSES = 1e-3, 7
+QUESTION = 'I paid twice for order 9914. I want the second payment back.'
 
 # %% ../nbs/04c_demo.ipynb #914b0f0e
 def examples() -> Path:

@@ -135,16 +135,25 @@ def submit(session: Session,
                 notices=list(_submit_notices(session, trace, rows, new)))
 
 # %% ../nbs/04b_session.ipynb #c858f7f9
-def _load(session, watch):
-    "Check the base model against the experiment, load it once, begin the experiment if it is new"
-    from transformers import AutoTokenizer
-    from incremental_train.train import State
-    import torch
-    config, experiment = session.config, session.experiment()
-    if experiment: _insist(experiment, _settings_of(config))
+def _checked_base(session, watch) -> tuple[Base, dict]: # (files with weights, fingerprints)
+    "The base model, held against the experiment: what is small first, so that wrong weights are not even fetched"
+    experiment = session.experiment()
+    small = session.base(watch=watch)
+    if experiment: _insist(experiment, {'revision': small.revision, **fingerprints(small.folder, weights=False)})
     base = session.base(weights=True, watch=watch)
     prints = fingerprints(base.folder)
-    if experiment: _insist(experiment, {'revision': base.revision, **prints})
+    if experiment: _insist(experiment, prints)
+    return base, prints
+
+# %% ../nbs/04b_session.ipynb #346513b9
+def _load(session, watch):
+    "Check the base model against the experiment, load it once, begin the experiment if it is new"
+    config, experiment = session.config, session.experiment()
+    if experiment: _insist(experiment, _settings_of(config))
+    base, prints = _checked_base(session, watch)
+    import torch # not earlier: what is refused should be refused at once
+    from transformers import AutoTokenizer
+    from incremental_train.train import State
     device, has_bf16 = find_device()
     dtype = choose_dtype(config.dtype, device, has_bf16)
     if config.threads: torch.set_num_threads(config.threads)
@@ -386,8 +395,7 @@ def params(session: Session, watch=lambda event: None) -> dict:
 # %% ../nbs/04b_session.ipynb #0fdb4865
 def download(session: Session, watch=lambda event: None) -> dict:
     "Fetch the base model; refuses one that is not what the experiment was begun with"
-    base = session.base(weights=True, watch=watch)
-    if experiment := session.experiment(): _insist(experiment, {'revision': base.revision, **fingerprints(base.folder)})
+    base, _ = _checked_base(session, watch)
     return dict(id=base.id, revision=base.revision, bytes=sum(p.stat().st_size for p in base.folder.iterdir() if p.is_file()), folder=str(base.folder))
 
 # %% ../nbs/04b_session.ipynb #70616cba
