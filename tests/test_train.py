@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from fastcore.nbio import new_nb, write_nb
 from peft import PeftModel
 from rows import chat, tickets
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -106,7 +107,7 @@ def test_rank_and_weights_of_a_resident_model_stay(settings):
 
 
 def test_no_text_stays_behind(toy, tmp_path):
-    "After a drain no byte of a row and no token is in any file under bucket, caches, logs or the working folder; with QUEUE_PERSIST it is there before, and gone after"
+    "After a drain no byte of a row and no token is in any file under bucket, caches, logs, the working folder or a saved notebook; with QUEUE_PERSIST it is there before, and gone after"
     canary, token = 'Zyx "quoted" canary 4711', 'hf_secretcanary'
     env = {**os.environ, 'MODEL_ID': str(toy), 'BUCKET_ID': str(tmp_path/'bucket'), 'QUEUE_PERSIST': 'true', 'HF_TOKEN': token, 'XDG_CACHE_HOME': str(tmp_path/'cache'),
            'HF_HOME': str(tmp_path/'hf'), 'HF_DATASETS_CACHE': str(tmp_path/'datasets'), 'TMPDIR': str(tmp_path/'tmp'), 'HOME': str(tmp_path/'home'), 'CHECKPOINT_EVERY': '1', 'MEASURE_AFTER': 'true'}
@@ -125,4 +126,10 @@ def test_no_text_stays_behind(toy, tmp_path):
     assert [p.parent.name for p in found()] == ['queue']
     run('drain')
     run('status'), run('history')
+    (tmp_path/'work'/'trace.json').write_bytes(trace)
+    cells = ["from incremental_train.session import Session\nsession = Session()", "session.submit('trace.json', id='again')", 'session.drain()', 'session.history()', 'session.status()']
+    write_nb(new_nb(cells), tmp_path/'work'/'day.ipynb')
+    subprocess.run([sys.executable, '-c', "from execnb.shell import CaptureShell; CaptureShell().execute('day.ipynb', 'day.ipynb', exc_stop=True)"], env=env, cwd=tmp_path/'work', check=True, capture_output=True)
+    assert b'continued exactly from step 2 ' in (tmp_path/'work'/'day.ipynb').read_bytes()
+    (tmp_path/'work'/'trace.json').unlink()
     assert found() == []
