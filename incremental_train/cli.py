@@ -70,7 +70,7 @@ def _watching(as_json: bool): # -> yields `watch` for a session
 def submit(trace: Annotated[Path, typer.Argument(help='JSON or JSONL; - reads standard input')],
            method: Method = 'sft', id: Annotated[Optional[str], typer.Option(help='a name for the job; the same id is not queued twice')] = None, as_json: Json = False):
     "Check a trace and queue it."
-    with _watching(as_json) as watch: _show(reply := _session().submit(_source(trace), method, id, watch), as_json)
+    with _watching(as_json) as watch: _show(_session().submit(_source(trace), method, id, watch), as_json)
 
 # %% ../nbs/05a_cli.ipynb #07ad4fef
 def _source(path):

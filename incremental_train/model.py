@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .config import Config, Refused, is_folder
+from .encode import ChatTokenizer, end_ids
 from .plan import target_layers
-from .trace import ChatTokenizer, end_ids
 
 # %% ../nbs/02a_model.ipynb #71dc40f1
 def cache_folder() -> Path:

@@ -7,7 +7,7 @@ __all__ = ['Job', 'job_bytes', 'job_from_bytes', 'check_id', 'Queue']
 
 # %% ../nbs/02_queue.ipynb #5e2972f2
 import json, re, time, uuid
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 
 from .config import Refused
 from .trace import METHODS, Row, Trace

@@ -7,7 +7,7 @@ __all__ = ['Receipt', 'in_words', 'receipt_from', 'content_hash', 'Ledger']
 
 # %% ../nbs/04a_record.ipynb #c161f29e
 import hashlib, hmac, json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 
 # %% ../nbs/04a_record.ipynb #692204d1
 @dataclass

@@ -20,10 +20,11 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
-from .config import Config, Refused
+from .config import Config
+from .encode import Encoded
 from .model import fresh_adapter, keep_rng
 from .plan import step_rows
-from .trace import METHODS, Encoded
+from .trace import METHODS
 
 # %% ../nbs/03_train.ipynb #2cbc1ab3
 @dataclass

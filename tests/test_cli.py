@@ -10,7 +10,6 @@ import pytest
 from drains import outcome, submit, wait_for_commit
 from rows import tickets
 
-from incremental_train.session import Session
 
 
 def environment(settings): return {**os.environ, **{k.upper(): str(v) for k, v in settings.items()}}

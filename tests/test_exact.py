@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from drains import drain, finish, outcome, start, submit
+from drains import finish, outcome, start, submit
 from rows import tickets
 
 from incremental_train.config import load_config

@@ -16,7 +16,8 @@ from trl import SFTConfig, SFTTrainer
 
 from incremental_train.session import Session
 from incremental_train.train import train
-from incremental_train.trace import encode_trace, parse_trace
+from incremental_train.encode import encode_trace
+from incremental_train.trace import parse_trace
 
 MARKED = """{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
