@@ -18,13 +18,14 @@ from rich.markdown import Markdown
 from rich.text import Text
 
 from .config import Refused, load_config, settings_table
+from .trace import METHODS
 
 # %% ../nbs/05a_cli.ipynb #8c22374d
 _settings = 'Settings are environment variables:\n\n' + '\n\n'.join(f'{name} ({default})  {meaning}' if default else f'{name}  {meaning}' for name, default, meaning in settings_table())
 app = typer.Typer(name='incremental-train', no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
                   help='Keep a small language model learning: a few rows in, a better LoRA adapter out, nothing lost.', epilog=_settings)
 Json = Annotated[bool, typer.Option('--json', help='print one JSON object')]
-Method = Annotated[str, typer.Option(help='sft')]
+Method = Annotated[str, typer.Option(help=', '.join(METHODS))]
 
 # %% ../nbs/05a_cli.ipynb #8b742248
 def _session():
@@ -130,15 +131,16 @@ def download(as_json: Json = False):
 def xray(trace: Annotated[Path, typer.Argument(help='JSON or JSONL; - reads standard input')], row: Annotated[int, typer.Option(help='which row, from 1')] = 1, method: Method = 'sft', as_json: Json = False):
     "Show a row token by token: what is trained stands between ⟦ and ⟧. Nothing is written."
     with _watching(as_json) as watch: ray = _session().xray(_source(trace), row, method, watch)
-    if as_json: return _show({'tokens': [{'text': text, 'trained': trained} for text, trained in ray.tokens], 'shortened': ray.shortened}, True)
+    if as_json: return _show({'parts': {name: [{'text': text, 'trained': trained} for text, trained in tokens] for name, tokens in ray.parts.items()}, 'shortened': ray.shortened}, True)
     print_xray(ray)
 
 # %% ../nbs/05a_cli.ipynb #37d25372
 def print_xray(ray):
     "An X-ray in the terminal: marks for everybody, colour for those who see it"
-    text = Text(ray.summary() + '\n')
-    for stretch, trained in ray.stretches(): text.append(f'⟦{stretch}⟧' if trained else stretch, style='bold green' if trained else 'dim')
-    Console().print(text)
+    for name in ray.parts:
+        text = Text(ray.summary(name) + '\n')
+        for stretch, trained in ray.stretches(name): text.append(f'⟦{stretch}⟧' if trained else stretch, style='bold green' if trained else 'dim')
+        Console().print(text)
 
 # %% ../nbs/05a_cli.ipynb #40a1170a
 @app.command()
@@ -149,7 +151,7 @@ def chat(prompt: str, max_new_tokens: Annotated[int, typer.Option(help='length o
 # %% ../nbs/05a_cli.ipynb #5d879f8c
 @app.command()
 def demo(bucket: Annotated[Optional[Path], typer.Option(help='a new folder for the bucket; unset: a temporary one')] = None, as_json: Json = False):
-    "The main job, on a real small model: two traces, a new process, one more row, a better answer."
+    "The main job, on a real small model: traces of all methods, a new process, more rows, a better answer."
     os.environ.setdefault('HF_HUB_DISABLE_TELEMETRY', '1')
     from incremental_train.demo import run_demo
     show = (lambda item: None) if as_json else (lambda item: print_xray(item) if hasattr(item, 'stretches') else Console().print(Markdown(item if isinstance(item, str) else item._repr_markdown_())))

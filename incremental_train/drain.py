@@ -16,7 +16,7 @@ from .encode import encode_trace
 from .model import Base, add_adapter, choose_dtype, find_device, fingerprints, load_base
 from .queue import Job
 from .record import Receipt, content_hash, receipt_from
-from .store import Commit, Conflict, checkout, commit, line, revert, sweep, tip
+from .store import Commit, Conflict, checkout, commit, line, read_commit, sweep, tip
 
 # %% ../nbs/04b_drain.ipynb #84f7457c
 ENGINE = 'trl'
@@ -113,6 +113,11 @@ def _rows_of(session, entry: dict) -> Job | None: # None: they were in memory, a
     key = session.experiment()['ledger_key']
     return next((job for job in session.queue if job.id == entry['id'] or content_hash(job.trace, key) == entry['content']), None)
 
+# %% ../nbs/04b_drain.ipynb #4770f935
+def _reference(session) -> dict: # commit and step, 0 for the base model
+    "What preferences are measured against"
+    return session._at.commit.body.get('reference') or {'commit': 0, 'step': 0}
+
 # %% ../nbs/04b_drain.ipynb #bb90c2c4
 def _next(session, skip # ids that failed in this drain
          ) -> tuple[Job, Receipt] | None:
@@ -148,13 +153,16 @@ class Drained:
 
 # %% ../nbs/04b_drain.ipynb #94a6c3cd
 def _commit(session, receipt, open): # open: whether the job has rows left
-    "Write the state with the job's receipt, whole or not at all"
-    from incremental_train.train import state_files
-    state, base = session._state, session._base
+    "Write the state with the job's receipt, whole or not at all; the end of an SFT job moves the reference"
+    from incremental_train.train import move_reference, state_files
+    state, base, reference = session._state, session._base, _reference(session)
     receipt.commit = session._at.tip + 1
+    if receipt.method == 'sft' and not open:
+        move_reference(state)
+        reference = {'commit': receipt.commit, 'step': state.global_step}
     others = [entry for entry in _open(session) if entry['content'] != receipt.content] # a job that failed half-way keeps its place
     body = dict(global_step=state.global_step, steps=state.steps, method=receipt.method, model_id=session.config.model_id, loss=receipt.losses[-1], at=time.time_ns(),
-                ledger=[] if open else [asdict(receipt)], open=others + [asdict(receipt)] * open)
+                reference=reference, ledger=[] if open else [asdict(receipt)], open=others + [asdict(receipt)] * open)
     files = state_files(state)
     for name in ('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json'):
         if (base.folder/name).exists(): files[name] = (base.folder/name).read_bytes()
@@ -178,6 +186,7 @@ def _train_job(session, job, receipt, clock, watch) -> bool: # whether it was tr
     config = session.config
     rows = encode_trace(job.trace, session.tokenizer(), config.max_length)
     receipt.shortened = sum(r.shortened for r in rows)
+    if job.method != 'sft': receipt.reference = _reference(session)
     def on_step(step):
         receipt.add(step); watch(step)
         due = clock.over() or session._stop.is_set()
@@ -186,19 +195,19 @@ def _train_job(session, job, receipt, clock, watch) -> bool: # whether it was tr
         return more and due
     train(session._state, job.method, rows[receipt.trained_rows:], on_step)
     if receipt.trained_rows < len(rows): return False
-    if config.measure_after: receipt.loss_after = mean_loss(session._state, rows)
+    if config.measure_after: receipt.loss_after = mean_loss(session._state, job.method, rows)
     _commit(session, receipt, open=False)
     session.queue.remove(job.id)
-    sweep(session.store, session._at, config.keep_checkpoints)
+    pinned = read_commit(session.store, _reference(session)['commit']).prefix # people may want to look at it, although the state holds its copy
+    sweep(session.store, session._at, config.keep_checkpoints, [pinned])
     return True
 
 # %% ../nbs/04b_drain.ipynb #16cd93fe
 def _close_lost(session, done):
     "An open job whose rows are gone is entered in the ledger as it stands"
     for entry in [e for e in _open(session) if not _rows_of(session, e)]:
-        receipt = receipt_from({**entry, 'commit': session._at.tip + 1})
-        body = {**session._at.commit.body, 'ledger': [asdict(receipt)], 'open': [e for e in _open(session) if e is not entry], 'at': time.time_ns()}
-        session._at = revert(session.store, session._at, session._at.commit, body)
+        receipt = receipt_from(entry)
+        _commit(session, receipt, open=False)
         done.receipts.append(receipt)
         done.notices.append(f"{entry['id']} was trained in part ({entry['trained_rows']} of {entry['rows']} rows); the rest of its rows was in memory and is gone")
 

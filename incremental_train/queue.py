@@ -10,7 +10,7 @@ import json, re, time, uuid
 from dataclasses import dataclass
 
 from .config import Refused
-from .trace import METHODS, Row, Trace
+from .trace import METHODS, ROWS, Trace
 
 # %% ../nbs/02_queue.ipynb #a47ba3fc
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def job_bytes(job: Job) -> bytes:
 def job_from_bytes(data: bytes) -> Job:
     "A job as it was stored; raises `ValueError` if it is not one"
     d = json.loads(data)
-    return Job(d['id'], Trace(d['method'], tuple(map(Row.model_validate, d['rows'])), tuple(d['lines'])), d['submitted'])
+    return Job(d['id'], Trace(d['method'], tuple(map(ROWS[d['method']].model_validate, d['rows'])), tuple(d['lines'])), d['submitted'])
 
 # %% ../nbs/02_queue.ipynb #3bb67726
 def check_id(id: str) -> str: # the same id

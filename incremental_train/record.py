@@ -10,6 +10,12 @@ import hashlib, hmac, json
 from dataclasses import dataclass, field, fields
 
 # %% ../nbs/04a_record.ipynb #692204d1
+def _mean(values, weights) -> float | None:
+    "The weighted mean of what is there"
+    pairs = [(v, w) for v, w in zip(values, weights) if v is not None]
+    return sum(v * w for v, w in pairs) / sum(w for _, w in pairs) if pairs else None
+
+# %% ../nbs/04a_record.ipynb #66b975b7
 @dataclass
 class Receipt:
     "One job: its rows, its steps, its losses; grows with each step"
@@ -23,7 +29,9 @@ class Receipt:
     trained_rows: int = 0 # seen by the model so far, each once
     losses: list = field(default_factory=list) # nats per trained token, as each step saw its rows
     lr: list = field(default_factory=list) # rate of each step
-    tokens: list = field(default_factory=list) # trained tokens of each step
+    weights: list = field(default_factory=list) # what each loss is a mean over: trained tokens (SFT) or rows (DPO, KTO)
+    metrics: dict = field(default_factory=dict) # of preferences: name -> value in each step, None where it has none
+    reference: dict | None = None # of preferences: `commit` and `step` of the adapter they are measured against; 0: the base model
     skipped: int = 0 # steps that moved no weight (float16 only)
     seconds: float = 0.0 # in steps
     loss_after: float | None = None # on all rows, if MEASURE_AFTER
@@ -35,7 +43,8 @@ class Receipt:
         self.trained_rows += step.rows
         self.skipped += step.skipped
         self.seconds = round(self.seconds + step.seconds, 3)
-        for values, value in ((self.losses, step.loss), (self.lr, step.rate), (self.tokens, step.trained_tokens)): values.append(value)
+        for name in self.metrics.keys() | step.metrics.keys(): self.metrics.setdefault(name, [None] * self.steps).append(step.metrics.get(name))
+        for values, value in ((self.losses, step.loss), (self.lr, step.rate), (self.weights, step.trained_tokens if self.method == 'sft' else step.rows)): values.append(value)
 
     @property
     def steps(self) -> int: return len(self.lr)
@@ -44,8 +53,8 @@ class Receipt:
     @property
     def first_loss(self) -> float | None: return self.losses[0] if self.losses else None
     @property
-    def loss_before(self) -> float | None: # mean over trained tokens, each as its step saw it
-        return sum(l * n for l, n in zip(self.losses, self.tokens)) / sum(self.tokens) if self.losses else None
+    def loss_before(self) -> float | None: # mean over the job, each row as its step saw it
+        return _mean(self.losses, self.weights)
     @property
     def rows_trained_once(self) -> bool: return self.trained_rows == self.rows and all(self.lr) and not self.skipped
 
@@ -53,7 +62,9 @@ class Receipt:
         "What `--json` gives for a job"
         names = ('id', 'method', 'rows', 'steps', 'first_step', 'last_step', 'first_loss', 'loss_before', 'loss_after', 'lr', 'rows_trained_once',
                  'trained_rows', 'shortened', 'skipped', 'commit', 'continued', 'seconds')
-        return {name: getattr(self, name) for name in names}
+        preference = {'reference': self.reference, 'metrics': {name: _mean(values, self.weights) for name, values in sorted(self.metrics.items())},
+                      'one_row_steps': self.weights.count(1)} if self.method != 'sft' else {}
+        return {name: getattr(self, name) for name in names} | preference
 
     def __str__(self): return f'{self.id} ({self.method})\n' + '\n'.join(f'  {k:7}{v}' for k, v in in_words(self.summary()))
     def _repr_markdown_(self): return f'| {self.id} | {self.method} |\n|---|---|\n' + '\n'.join(f'| {k} | {v} |' for k, v in in_words(self.summary()))
@@ -69,10 +80,19 @@ def in_words(summary: dict # as `Receipt.summary` gives it
     yield 'rows', f"{s['rows']}, {'; '.join(notes)}"
     yield 'steps', f"{s['first_step']} to {s['last_step']}" if s['steps'] > 1 else str(s['first_step'])
     after = '' if s['loss_after'] is None else f", {s['loss_after']:.4f} after"
-    yield 'loss', f"{s['loss_before']:.4f} before{after} (these rows, per trained token)"
+    yield 'loss', f"{s['loss_before']:.4f} before{after} (mean over {'trained tokens' if s['method'] == 'sft' else 'rows'})"
+    if s['method'] != 'sft': yield from _preference_words(s)
     yield 'rate', ', '.join(f'{r:g}' for r in dict.fromkeys(s['lr']))
     yield 'commit', str(s['commit'])
     yield 'state', s['continued']
+
+# %% ../nbs/04a_record.ipynb #138226e3
+def _preference_words(s): # -> yields (what, in words)
+    "Rewards, KL and reference of a DPO or KTO job"
+    rewards = {name: value for name, value in s['metrics'].items() if name != 'kl' and value is not None}
+    yield 'rewards', ', '.join(f'{name} {value:+.4f}' for name, value in rewards.items()) or 'none'
+    if s['method'] == 'kto': yield 'KL', f"{s['metrics'].get('kl') or 0:.4f}" + (f"; 0 by definition in {s['one_row_steps']} step{'s' * (s['one_row_steps'] > 1)} of one row" if s['one_row_steps'] else '')
+    yield 'against', f"the adapter at step {s['reference']['step']} (commit {s['reference']['commit']})" if s['reference']['commit'] else 'the base model'
 
 # %% ../nbs/04a_record.ipynb #234289d3
 def receipt_from(entry: dict) -> Receipt:

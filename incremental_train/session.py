@@ -122,7 +122,7 @@ def undo(session: Session,
         jobs_of = lambda version: [e['id'] for c in line(session.store, version) for e in c.body['ledger']]
         undone = [id for id in jobs_of(at.commit) if id not in jobs_of(target)]
         body = dict(global_step=target.step, steps=target.body.get('steps', {}), method=None, model_id=session.config.model_id, loss=target.body.get('loss'), at=time.time_ns(),
-                    ledger=[], open=[], undo={'from': at.commit.seq, 'to': target.seq})
+                    reference=target.body.get('reference'), ledger=[], open=[], undo={'from': at.commit.seq, 'to': target.seq})
         new = revert(session.store, at, target, body)
         session._at = None
         return dict(from_step=at.commit.step, to_step=target.step, commit=new.commit.seq, undone=undone)
@@ -138,7 +138,7 @@ def status(session: Session) -> dict:
     notices = [f'{key} in the queue cannot be read and is left alone' for key in session.queue.unreadable]
     if at.passed_over: notices.append(str(at))
     notices += [f"{id} was trained in part ({e['trained_rows']} of {e['rows']} rows), and the rest of its rows is not here" for id, e in opened.items() if id not in session.queue]
-    return dict(model=session.config.model_id, bucket=str(session.store), experiment=session.config.experiment, global_step=at.commit.step, steps=at.commit.body.get('steps', {}),
+    return dict(model=session.config.model_id, bucket=str(session.store), experiment=session.config.experiment, global_step=at.commit.step, steps=at.commit.body.get('steps', {}), reference=at.commit.body.get('reference'),
                 commit=at.commit.seq, checkpoint=at.commit.prefix or None, queue=jobs, queue_in='bucket' if session.queue.store else 'memory', notices=notices)
 
 # %% ../nbs/04b_session.ipynb #1ab52062

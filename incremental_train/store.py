@@ -250,6 +250,7 @@ def line(store, commit: Commit): # -> yields commits, newest first
 def sweep(store,
           now: Checkout, # the present state
           keep: int, # versions that keep their files
+          pinned=(), # folders that stay whatever their age
           grace: float = 3600 # seconds before a folder that no record names is removed
          ) -> list[str]: # what was removed
     "Remove the files of old versions and the remains of commits that never were"
@@ -257,7 +258,7 @@ def sweep(store,
     for c in line(store, now.commit):
         if len(versions) >= max(keep, 2): break # a damaged newest one needs one to fall back to
         if c.ends_job and c.prefix not in versions: versions.append(c.prefix)
-    ages = {name: age for name, age in store.folders().items() if name.startswith('checkpoint-') and name not in {*versions, now.commit.prefix}}
+    ages = {name: age for name, age in store.folders().items() if name.startswith('checkpoint-') and name not in {*versions, *pinned, now.commit.prefix}}
     named = {c.prefix for c in log(store)} if ages else set()
     dead = [name for name, age in sorted(ages.items()) if name in named or age > grace]
     for name in dead: store.delete(name)
