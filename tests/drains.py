@@ -54,19 +54,21 @@ def finish(process, seconds=120):
     return process.exitcode
 
 
-def submit(settings, traces):
-    "Queue traces as jobs job-0, job-1, …"
+def submit(settings, traces, first=0):
+    "Queue traces, SFT rows or (method, rows), as jobs job-00, job-01, …"
     session = Session(load_config({}, **settings))
-    for n, rows in enumerate(traces): session.submit(rows, id=f'job-{n}')
+    for n, trace in enumerate(traces, first):
+        method, rows = trace if isinstance(trace, tuple) else ('sft', trace)
+        session.submit(rows, method, id=f'job-{n:02d}')
     return session
 
 
 def outcome(settings):
-    "What a bucket ends with: adapter bytes, global step, (id, rows, once) of each standing job, keys left in the queue"
+    "What a bucket ends with: bytes of adapter and reference, global step, (id, rows, once) of each standing job, keys left in the queue"
     session = Session(load_config({}, **settings))
     at = checkout(session.store)
     jobs = sorted((e['id'], e['rows'], e['rows_trained_once']) for e in session.history() if e['status'] == 'trained')
-    return at.files['adapter_model.safetensors'], at.commit.step, jobs, session.store.list('queue')
+    return (at.files['adapter_model.safetensors'], at.files['reference.safetensors']), at.commit.step, jobs, session.store.list('queue')
 
 
 def wait_for_commit(settings, seq, seconds=60):

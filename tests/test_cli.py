@@ -26,7 +26,7 @@ def test_ctrl_c_finishes_the_step_and_commits(toy, tmp_path):
     done = json.loads(out)
     assert process.returncode == 0 and err == b'' and done['stopped'].startswith(f"stopped after step {done['global_step']}, saved") and 2 <= done['global_step'] < 150
     rest = json.loads(subprocess.run([sys.executable, '-m', 'incremental_train', 'drain', '--json'], env=environment(settings), capture_output=True, check=True).stdout)
-    assert rest['jobs'][0]['steps'] == 150 and outcome(settings)[1:] == (150, [('job-0', 150, True)], [])
+    assert rest['jobs'][0]['steps'] == 150 and outcome(settings)[1:] == (150, [('job-00', 150, True)], [])
 
 
 @pytest.mark.slow
@@ -38,9 +38,10 @@ def test_the_demo(tmp_path):
     demo = run('demo', '--bucket', str(tmp_path/'bucket'))
     seconds = time.monotonic() - begin
     print(f"demo: {seconds:.0f} s, {demo['peak_mb']} MB, {demo['samples'][0]}")
+    assert [j['method'] for j in demo['jobs'][-5:]] == ['dpo', 'kto', 'sft', 'dpo', 'kto'] and all(j['reference']['commit'] for j in demo['jobs'] if j['method'] != 'sft')
     assert set(demo) == {'model', 'jobs', 'global_step', 'samples', 'bucket', 'seconds', 'peak_mb'} and seconds < 360
     steps = [step for j in demo['jobs'] for step in range(j['first_step'], j['last_step'] + 1)]
     assert steps == list(range(1, demo['global_step'] + 1)) and all(j['rows_trained_once'] and min(j['lr']) > 0 and j['loss_after'] < j['loss_before'] for j in demo['jobs'])
-    assert demo['jobs'][-1]['continued'].startswith('continued exactly from step') and 'verified' in demo['jobs'][-1]['continued']
+    assert demo['jobs'][-3]['continued'].startswith('continued exactly from step') and 'verified' in demo['jobs'][-3]['continued']
     sample = demo['samples'][0]
     assert sample['adapter'].startswith('billing | high | refund') and '9914' in sample['adapter'] and '|' not in sample['base']
