@@ -64,7 +64,7 @@ def ready(session, watch):
     base, prints = checked_base(session, watch)
     import torch # not earlier: what is refused should be refused at once
     from transformers import AutoTokenizer
-    from incremental_train.train import State
+    from incremental_train.state import State
     device, has_bf16 = find_device()
     dtype = choose_dtype(config.dtype, device, has_bf16)
     if config.threads: torch.set_num_threads(config.threads)
@@ -83,7 +83,7 @@ def ready(session, watch):
 # %% ../nbs/04b_drain.ipynb #b5fc11b3
 def sync(session) -> str: # what the next step goes on from, in words
     "Bring the resident model to the newest good commit"
-    from incremental_train.train import load_files
+    from incremental_train.state import load_files
     if session._at is None or session._at.tip != tip(session.store):
         session._at = None # until it is whole
         at = checkout(session.store)
@@ -154,7 +154,7 @@ class Drained:
 # %% ../nbs/04b_drain.ipynb #94a6c3cd
 def _commit(session, receipt, open): # open: whether the job has rows left
     "Write the state with the job's receipt, whole or not at all; the end of an SFT job moves the reference"
-    from incremental_train.train import move_reference, state_files
+    from incremental_train.state import move_reference, state_files
     state, base, reference = session._state, session._base, _reference(session)
     receipt.commit = session._at.tip + 1
     if receipt.method == 'sft' and not open:

@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from .config import Refused
-from .trace import DpoRow, KtoRow, SftRow, Trace, TraceRefused
+from .trace import DpoRow, KtoRow, Trace, TraceRefused
 
 # %% ../nbs/00b_encode.ipynb #844d5937
 OPEN, CLOSE, PROBE = '\U000f0a00', '\U000f0a01', '\U000f0a02' # private characters that mark spans in rendered text

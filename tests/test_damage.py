@@ -3,8 +3,8 @@ import pytest
 from rows import tickets
 
 from incremental_train.session import Session
+from incremental_train.state import load_files, state_files
 from incremental_train.store import log
-from incremental_train.train import load_files, state_files
 
 
 def cut(name): return lambda store, folder: store.put(f'{folder}/{name}', store.get(f'{folder}/{name}')[:len(store.get(f'{folder}/{name}')) // 2])
