@@ -2,6 +2,7 @@
 
 d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_url': '', 'lib_path': 'incremental_train'},
   'syms': { 'incremental_train.cli': { 'incremental_train.cli._cell': ('cli.html#_cell', 'incremental_train/cli.py'),
+                                       'incremental_train.cli._missing': ('cli.html#_missing', 'incremental_train/cli.py'),
                                        'incremental_train.cli._session': ('cli.html#_session', 'incremental_train/cli.py'),
                                        'incremental_train.cli._show': ('cli.html#_show', 'incremental_train/cli.py'),
                                        'incremental_train.cli._source': ('cli.html#_source', 'incremental_train/cli.py'),

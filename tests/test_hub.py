@@ -2,6 +2,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -27,9 +28,9 @@ class Place:
     def run(self, *args, rows=None, code=(), **settings):
         "One command; with `code`, Python that runs before it"
         call = [sys.executable, '-m', 'incremental_train', *args] if not code else [sys.executable, '-c', f'import sys; sys.argv[1:] = {list(args)!r}\n{code}\nfrom incremental_train.cli import main; main()']
-        done = subprocess.run(call, input=json.dumps(rows).encode() if rows else None, env={**self.env, **settings}, capture_output=True, cwd=self.folder)
+        done = subprocess.run(call, input=json.dumps(rows).encode() if rows else None, env={**self.env, **settings}, capture_output=True, cwd=self.folder, timeout=120)
         self.code, self.out, self.err = done.returncode, done.stdout.decode(), done.stderr.decode()
-        assert 'Traceback' not in self.err and TOKEN not in self.out + self.err
+        assert 'Traceback' not in self.err and '\r' not in self.err and TOKEN not in self.out + self.err # no progress bar where nobody looks
         return self
 
     def files(self): return {p: p.read_bytes() for p in Path(self.folder, 'bucket').rglob('*') if p.is_file()}
@@ -55,7 +56,7 @@ def test_pinned_once_and_then_from_the_cache(hub, tmp_path):
     "Submit fetches no weights; the commit is recorded; it is kept when `main` moves, and needs no Hub; asking for another one is refused"
     place, first = Place(tmp_path, hub.url), hub.branches['main']
     assert place.run('submit', '-', rows=tickets(4)).code == 0, place.err
-    assert not hub.asked_for('.safetensors')
+    assert not hub.asked_for('.safetensors') and all(hub.authorized) # the token is sent, so its absence below means something
     assert place.run('drain', '--json').code == 0 and hub.asked_for('.safetensors'), place.err
     assert json.loads((tmp_path/'bucket'/'experiment.json').read_text())['revision'] == first
 
@@ -65,24 +66,49 @@ def test_pinned_once_and_then_from_the_cache(hub, tmp_path):
     place.run('drain', MODEL_REVISION=second).refused(first, second, 'EXPERIMENT', 'MODEL_REVISION')
     assert place.files() == before and len(place.waiting()) == 1
 
+    hub.branches['main'] = second
+    shutil.rmtree(tmp_path/'hf') # a new machine fetches the recorded commit, not where `main` is now
+    place.run('submit', '-', rows=tickets(2, start=8))
+    assert place.run('download', '--json').code == 0 and json.loads(place.out)['revision'] == first
     hub.shutdown(); hub.server_close()
     done = json.loads(place.run('drain', '--json').out)
-    assert [(j['first_step'], j['rows_trained_once']) for j in done['jobs']] == [(2, True)]
+    assert [(j['first_step'], j['rows_trained_once']) for j in done['jobs']] == [(2, True), (3, True)]
+
+
+def test_a_hub_that_goes_away(hub, tmp_path):
+    "A named branch in the cache needs no Hub; weights that are not in the cache are refused at once, in one line"
+    place = Place(tmp_path, hub.url, MODEL_REVISION='main')
+    place.run('submit', '-', rows=tickets(4))
+    hub.shutdown(); hub.server_close()
+    assert place.run('submit', '-', '--json', rows=tickets(4, start=4)).code == 0, place.err
+    begin = time.monotonic()
+    for revision in ('main', hub.branches['main']):
+        place.run('drain', MODEL_REVISION=revision).refused('acme/toy')
+        assert place.err.count('incremental-train: ') == 1
+    assert time.monotonic() - begin < 15 and len(place.waiting()) == 2
+
+
+def test_a_hub_that_never_answers(tmp_path):
+    "It accepts and is silent: refused within half a minute"
+    with socket.create_server(('127.0.0.1', 0), backlog=50) as silent:
+        begin = time.monotonic()
+        Place(tmp_path, f'http://127.0.0.1:{silent.getsockname()[1]}').run('submit', '-', rows=tickets(1)).refused('cannot be reached')
+        assert time.monotonic() - begin < 30
 
 
 def test_each_refusal_has_its_own_line(hub, tmp_path):
-    "401, 403 gated, 404 repository, 404 revision, 503: four messages that say what to do; the job stays queued"
+    "401, 403 gated, 404 repository, 404 revision, 503, a dropped connection: six messages that say what to do; the job stays queued"
     place = Place(tmp_path, hub.url)
     place.run('submit', '-', rows=tickets(4))
     shutil.rmtree(tmp_path/'hf')
     said = set()
     for why, words, settings in [('no token', ['HF_TOKEN'], {}), ('gated', ['acme/toy', 'request access', f'{hub.url}/acme/toy'], {}), ('no repository', ['MODEL_ID', 'acme/toy'], {}),
-                                 ('no revision', ['v9', 'acme/toy'], {'MODEL_REVISION': 'v9'}), ('busy', ['cannot be reached'], {})]:
+                                 ('no revision', ['v9', 'acme/toy'], {'MODEL_REVISION': 'v9'}), ('busy', ['cannot be reached'], {}), ('drop', ['cannot be reached'], {})]:
         hub.refuse = why
         place.run('drain', **settings).refused(*words)
         assert len(place.waiting()) == 1
         said.add(place.err)
-    assert len(said) == 5
+    assert len(said) == 6 and 'None' not in ''.join(said)
 
 
 def test_no_hub_at_all(tmp_path):
@@ -93,13 +119,13 @@ def test_no_hub_at_all(tmp_path):
     assert not place.files()
 
 
-@pytest.mark.parametrize('package, command', [('trl', 'drain'), ('tokenizers', 'submit')])
+@pytest.mark.parametrize('package, command', [('trl', 'drain'), ('safetensors', 'drain'), ('tokenizers', 'submit')])
 def test_a_missing_package(toy, tmp_path, package, command):
     "One line that names it; what waited still waits"
     place = Place(tmp_path, 'http://127.0.0.1:9', MODEL_ID=str(toy))
     place.run('submit', '-', rows=tickets(1))
     place.run(*[command] + ['-'] * (command == 'submit'), rows=tickets(2), code=f'sys.modules[{package!r}] = None')
-    assert place.code == 1 and place.out == '' and place.err.count('\n') == 1 and repr(package) in place.err, place.err
+    assert place.code == 1 and place.out == '' and place.err.count('incremental-train: ') == 1 and repr(package) in place.err, place.err
     assert len(place.waiting()) == 1
 
 
