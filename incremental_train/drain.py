@@ -16,7 +16,7 @@ from .encode import encode_trace
 from .model import Base, add_adapter, choose_dtype, find_device, fingerprints, load_base
 from .queue import Job
 from .record import Receipt, content_hash, receipt_from
-from .store import Commit, Conflict, checkout, commit, line, read_commit, sweep, tip
+from .store import Commit, Conflict, Damaged, checkout, commit, line, read_commit, sweep, tip
 
 # %% ../nbs/04b_drain.ipynb #84f7457c
 ENGINE = 'trl'
@@ -101,7 +101,7 @@ def drop_trained(session, now: Commit):
     for c in line(session.store, now):
         if c.body['at'] < oldest: break
         for entry in c.body['ledger']:
-            if entry['id'] in session.queue: session.queue.remove(entry['id'])
+            if entry['id'] in session.queue and entry['trained_rows'] == entry['rows']: session.queue.remove(entry['id'])
 
 # %% ../nbs/04b_drain.ipynb #8fe830a0
 def _open(session) -> list[dict]: # receipts so far, as ledger entries
@@ -118,6 +118,12 @@ def _rows_of(session, entry: dict) -> Job | None: # None: they were in memory, a
 def _reference(session) -> dict: # commit and step, 0 for the base model
     "What preferences are measured against"
     return session._at.commit.body.get('reference') or {'commit': 0, 'step': 0}
+
+# %% ../nbs/04b_drain.ipynb #dd345b8b
+def _pinned(session) -> list[str]: # at most one folder
+    "The checkpoint whose adapter is the reference: the state holds a copy, but people may want to look at it"
+    try: return [read_commit(session.store, _reference(session)['commit']).prefix]
+    except Damaged: return []
 
 # %% ../nbs/04b_drain.ipynb #bb90c2c4
 def _next(session, skip # ids that failed in this drain
@@ -199,13 +205,13 @@ def _train_job(session, job, receipt, clock, watch) -> bool: # whether it was tr
     if config.measure_after: receipt.loss_after = mean_loss(session._state, job.method, rows)
     _commit(session, receipt, open=False)
     session.queue.remove(job.id)
-    pinned = read_commit(session.store, _reference(session)['commit']).prefix # people may want to look at it, although the state holds its copy
-    sweep(session.store, session._at, config.keep_checkpoints, [pinned])
+    sweep(session.store, session._at, config.keep_checkpoints, _pinned(session))
     return True
 
 # %% ../nbs/04b_drain.ipynb #16cd93fe
 def _close_lost(session, done):
     "An open job whose rows are gone is entered in the ledger as it stands"
+    if _open(session): session.queue.refresh() # another process may have submitted it just now
     for entry in [e for e in _open(session) if not _rows_of(session, e)]:
         receipt = receipt_from(entry)
         _commit(session, receipt, open=False)

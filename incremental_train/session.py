@@ -64,24 +64,33 @@ def _submit_notices(session, trace, rows, new): # -> yields texts
     if shortened := sum(r.shortened for r in rows):
         yield f"{shortened} row{'s are' if shortened > 1 else ' is'} longer than MAX_LENGTH ({session.config.max_length} tokens) and will be shortened"
     if not new: yield 'these rows wait already; they are not queued twice'
-    elif session.store.get('experiment.json'):
-        mark = content_hash(trace, session.experiment()['ledger_key'])
-        if before := [e['id'] for e in history(session) if e['content'] == mark and e['status'] == 'trained']: yield f'the same rows were trained before, as {before[-1]}; they will be trained again'
+    elif before := _trained(session, trace): yield f"the same rows were trained before, as {before[-1]['id']}; they will be trained again"
     if session.queue.store is None: yield 'the queue is in memory (QUEUE_PERSIST is false): a restart of this process loses the job'
 
 # %% ../nbs/04b_session.ipynb #bad5894a
+def _trained(session, trace, id=None) -> list[dict]: # history entries
+    "Where these rows, or a job of this id, were trained and still stand"
+    experiment = session.experiment()
+    if not experiment: return []
+    mark = content_hash(trace, experiment['ledger_key'])
+    return [e for e in history(session) if e['status'] == 'trained' and (e['content'] == mark if id is None else e['id'] == id)]
+
+# %% ../nbs/04b_session.ipynb #3eb1b284
 def submit(session: Session,
            source, # JSON or JSONL text, bytes, a path, or a list of objects
            method='sft',
            id: str | None = None, # a name for the job; None: one is made
            watch=lambda event: None
           ) -> dict: # id, method, rows, steps, position, notices
-    "Queue a trace; raises `Refused` and queues nothing if a single row is bad"
+    "Queue a trace; raises `Refused` and queues nothing if a single row is bad. A retry under the same id is not trained twice"
     trace = parse_trace(source, method)
     rows = encode_trace(trace, session.tokenizer(watch), session.config.max_length)
+    reply = dict(id=id, method=method, rows=len(rows), steps=n_steps(len(rows), session.config.grad_accum))
+    if id and (done := _trained(session, trace, id)):
+        if done[-1] not in _trained(session, trace): raise Refused(f"a job {id!r} with other rows was trained, in commit {done[-1]['commit']}; give another id")
+        return {**reply, 'position': 0, 'notices': [f"{id} was trained already, in commit {done[-1]['commit']}; it is not queued again"]}
     job, new = session.queue.submit(trace, id)
-    return dict(id=job.id, method=method, rows=len(rows), steps=n_steps(len(rows), session.config.grad_accum), position=session.queue.position(job.id),
-                notices=list(_submit_notices(session, trace, rows, new)))
+    return {**reply, 'id': job.id, 'position': session.queue.position(job.id), 'notices': list(_submit_notices(session, trace, rows, new))}
 
 # %% ../nbs/04b_session.ipynb #dcd0feaf
 def history(session: Session) -> Ledger:
