@@ -72,7 +72,10 @@ def _watching(as_json: bool): # -> yields `watch` for a session
 def submit(trace: Annotated[Path, typer.Argument(help='JSON or JSONL; - reads standard input')],
            method: Method = 'sft', id: Annotated[Optional[str], typer.Option(help='a name for the job; the same id is not queued twice')] = None, as_json: Json = False):
     "Check a trace and queue it."
-    with _watching(as_json) as watch: _show(_session().submit(_source(trace), method, id, watch), as_json)
+    session = _session()
+    with _watching(as_json) as watch: reply = session.submit(_source(trace), method, id, watch)
+    if session.queue.store is None: reply['notices'].append('checked, but not kept: this command ends now; set QUEUE_PERSIST=true, or submit and train in one go with `drain --trace`')
+    _show(reply, as_json)
 
 # %% ../nbs/05a_cli.ipynb #07ad4fef
 def _source(path):
