@@ -68,13 +68,14 @@ class Config(BaseModel):
     lora_dropout: float = Field(0.0, ge=0, lt=1, description='dropout on the input of the adapter, for SFT')
     lora_target_modules: Annotated[tuple[str, ...], BeforeValidator(_split_targets)] = Field(('q_proj', 'k_proj', 'v_proj', 'o_proj'), min_length=1, description='layers that get an adapter, separated by commas')
     learning_rate: float = Field(1e-4, gt=0, le=1, description='step size of AdamW')
-    lr_schedule: Literal['constant'] = Field('constant', description='cosine and linear need a declared horizon, which a queue does not have')
+    lr_schedule: Literal['constant', 'cosine', 'linear'] = Field('constant', description='course of the rate; cosine and linear need a declared horizon, so only a run file may ask for them')
     warmup_steps: int = Field(0, ge=0, description="steps over which a method's rate rises to LEARNING_RATE; the first one is never 0")
     weight_decay: float = Field(0.0, ge=0, le=1, description='decoupled weight decay of AdamW')
     max_grad_norm: float = Field(1.0, gt=0, description='gradients are clipped to this norm')
     trl: Annotated[TrlOptions, BeforeValidator(_from_json)] = Field(TrlOptions(), description='options of the preference losses as JSON, such as {"dpo": {"beta": 0.2}, "kto": {"desirable_weight": 1.5}}')
     max_length: int = Field(256, ge=16, le=1_000_000, description='tokens per row; longer rows are shortened, and the receipt says so')
     grad_accum: int = Field(4, ge=1, le=100_000, description='rows per optimizer step')
+    gradient_checkpointing: bool = Field(False, description='compute activations twice instead of keeping them: less memory, about a third more time')
     token_budget: Auto = Field(None, ge=1, description='tokens per micro-batch (rows x MAX_LENGTH); auto: one row at a time')
     seed: int = Field(0, ge=0, lt=2**31, description="seed of the adapter's first weights and of dropout")
     threads: Auto = Field(None, ge=1, le=4096, description="CPU threads; auto: torch's own choice")
@@ -159,6 +160,8 @@ def load_config(environ=None, # variables to read; None: `os.environ`
     values = {n: environ[n.upper()].strip() for n in Config.model_fields if environ.get(n.upper(), '').strip()}
     try: config = Config(**{**values, **overrides})
     except ValidationError as e: faults += list(dict.fromkeys(_fault(f) for f in e.errors()))
+    else:
+        if config.lr_schedule != 'constant': faults.append(f"LR_SCHEDULE must be constant (found '{config.lr_schedule}'): {Config.model_fields['lr_schedule'].description.partition('; ')[2]}")
     if faults: raise Refused('; '.join(faults))
     return config
 

@@ -7,7 +7,7 @@ __all__ = ['DropoutKey', 'KeyedDropout', 'install_dropout', 'rate', 'State', 'ad
            'move_reference']
 
 # %% ../nbs/03_state.ipynb #781f6664
-import hashlib, io, json
+import hashlib, io, json, math
 from dataclasses import dataclass, field
 
 import torch
@@ -54,10 +54,15 @@ def install_dropout(model, # a PeftModel
 
 # %% ../nbs/03_state.ipynb #fbf67cdb
 def rate(step: int, # of the method, counted from 1
-         config: Config
+         config: Config,
+         horizon: int | None = None # declared steps; cosine and linear need it
         ) -> float:
     "The learning rate of a step"
-    return config.learning_rate * min(1, step / max(1, config.warmup_steps))
+    warmup = config.warmup_steps
+    if step <= warmup: return config.learning_rate * step / warmup
+    if config.lr_schedule == 'constant': return config.learning_rate
+    left = max(1, horizon + 1 - step) / max(1, horizon - warmup) # 1 at the first step after warm-up, above 0 at the last
+    return config.learning_rate * (left if config.lr_schedule == 'linear' else (1 - math.cos(math.pi * left)) / 2)
 
 # %% ../nbs/03_state.ipynb #620211ef
 @dataclass
@@ -70,6 +75,7 @@ class State:
     adam: dict = field(default_factory=dict) # method -> AdamW
     steps: dict = field(default_factory=dict) # method -> optimizer steps made so far
     scaler: dict = field(default_factory=dict) # of float16's loss scale; empty in other dtypes
+    horizon: int | None = None # declared steps of a run; a queue has none
     reference: dict | None = None # adapter tensors that preferences are measured against; None: the base model
 
     def __post_init__(self):

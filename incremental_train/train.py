@@ -57,6 +57,7 @@ def _borrowed(model):
         finally:
             if not bars: datasets.enable_progress_bars()
             if 'ref' in model.peft_config: model.delete_adapter('ref'); model.set_adapter('default')
+            if model.get_base_model().is_gradient_checkpointing: model.gradient_checkpointing_disable(); model.disable_input_require_grads()
             model.eval()
             for m, forward in zip(modules, before):
                 vars(m).pop('forward', None)
@@ -185,7 +186,7 @@ def _arguments(state: State, method, part: Part, folder):
     own = {'dataset_kwargs': {'skip_prepare_dataset': True}} if method == 'sft' else part.options
     args = TRAINERS[method][1](output_dir=folder, report_to='none', save_strategy='no', disable_tqdm=True, use_cpu=device == 'cpu',
         num_train_epochs=1, per_device_train_batch_size=part.micro, per_device_eval_batch_size=part.micro, gradient_accumulation_steps=part.accumulate, train_sampling_strategy='sequential',
-        learning_rate=config.learning_rate, max_grad_norm=config.max_grad_norm, seed=config.seed, gradient_checkpointing=False,
+        learning_rate=config.learning_rate, max_grad_norm=config.max_grad_norm, seed=config.seed, gradient_checkpointing=config.gradient_checkpointing, gradient_checkpointing_kwargs={'use_reentrant': False},
         bf16=state.model.dtype == torch.bfloat16, fp16=config.dtype == 'float16', logging_strategy='steps', logging_steps=1, logging_nan_inf_filter=False,
         max_length=None, dataloader_pin_memory=False, **own)
     if args.n_gpu > 1: args._n_gpu = 1 # several cards in one process would become nn.DataParallel, which TRL refuses
@@ -207,7 +208,7 @@ def _train_part(state: State, method, part: Part, loop: _Loop):
     "Train the rows of one part, each once"
     adam, config, done = state.adam[method], state.config, state.steps[method]
     for group in adam.param_groups: group.update(lr=config.learning_rate, initial_lr=config.learning_rate, weight_decay=config.weight_decay)
-    schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda k: rate(done + k + 1, config) / config.learning_rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda k: rate(done + k + 1, config, state.horizon) / config.learning_rate)
     columns, before = _columns(method, part), len(loop.steps)
     witness = Witness(_due(method, part, columns))
     with _borrowed(state.model) as model, TemporaryDirectory() as folder:
