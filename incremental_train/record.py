@@ -22,11 +22,12 @@ class Receipt:
     id: str
     method: str
     rows: int # of the whole trace
+    epochs: int = 1 # of a run
     shortened: int = 0 # rows that did not fit MAX_LENGTH
     content: str = '' # keyed hash of the rows
     continued: str = '' # what the first step went on from
     first_step: int = 0 # global step of the first one; 0 before it
-    trained_rows: int = 0 # seen by the model so far, each once
+    trained_rows: int = 0 # seen by the model so far, each once per epoch
     losses: list = field(default_factory=list) # nats per trained token, as each step saw its rows
     lr: list = field(default_factory=list) # rate of each step
     weights: list = field(default_factory=list) # what each loss is a mean over: trained tokens (SFT) or rows (DPO, KTO)
@@ -56,11 +57,11 @@ class Receipt:
     def loss_before(self) -> float | None: # mean over the job, each row as its step saw it
         return _mean(self.losses, self.weights)
     @property
-    def rows_trained_once(self) -> bool: return self.trained_rows == self.rows and all(self.lr) and not self.skipped
+    def rows_trained_once(self) -> bool: return self.trained_rows == self.rows * self.epochs and all(self.lr) and not self.skipped
 
     def summary(self) -> dict: # JSON
         "What `--json` gives for a job"
-        names = ('id', 'method', 'rows', 'steps', 'first_step', 'last_step', 'first_loss', 'loss_before', 'loss_after', 'lr', 'rows_trained_once',
+        names = ('id', 'method', 'rows', 'epochs', 'steps', 'first_step', 'last_step', 'first_loss', 'loss_before', 'loss_after', 'lr', 'rows_trained_once',
                  'trained_rows', 'shortened', 'skipped', 'commit', 'continued', 'seconds')
         preference = {'reference': self.reference, 'metrics': {name: _mean(values, self.weights) for name, values in sorted(self.metrics.items())},
                       'one_row_steps': self.weights.count(1)} if self.method != 'sft' else {}
@@ -74,7 +75,8 @@ def in_words(summary: dict # as `Receipt.summary` gives it
             ): # -> yields (what, in words)
     "A receipt as people read it"
     s = summary
-    notes = ['each trained once' if s['rows_trained_once'] else f"{s['trained_rows']} of them trained"]
+    epochs = s.get('epochs', 1)
+    notes = ['each trained once' + (f' in each of {epochs} epochs' if epochs > 1 else '') if s['rows_trained_once'] else f"{s['trained_rows']}{f' of {epochs} x' if epochs > 1 else ' of'} them trained"]
     if s['shortened']: notes.append(f"{s['shortened']} shortened to fit")
     if s['skipped']: notes.append(f"{s['skipped']} steps moved nothing (loss scale)")
     yield 'rows', f"{s['rows']}, {'; '.join(notes)}"

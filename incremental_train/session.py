@@ -15,6 +15,7 @@ from .encode import ChatTokenizer, encode_trace, xray
 from .model import Base, answer, find_base
 from .plan import count_params, n_steps
 from .queue import Queue
+from .run import evaluate, plan, run
 from .record import Ledger, content_hash, receipt_from
 from .store import Commit, checkout, line, log, open_store, revert
 from .trace import parse_trace
@@ -131,7 +132,7 @@ def undo(session: Session,
         jobs_of = lambda version: [e['id'] for c in line(session.store, version) for e in c.body['ledger']]
         undone = [id for id in jobs_of(at.commit) if id not in jobs_of(target)]
         body = dict(global_step=target.step, steps=target.body.get('steps', {}), method=None, model_id=session.config.model_id, loss=target.body.get('loss'), at=time.time_ns(),
-                    reference=target.body.get('reference'), ledger=[], open=[], undo={'from': at.commit.seq, 'to': target.seq})
+                    reference=target.body.get('reference'), ledger=[], open=[], run=target.body.get('run'), undo={'from': at.commit.seq, 'to': target.seq})
         new = revert(session.store, at, target, body)
         session._at = None
         return dict(from_step=at.commit.step, to_step=target.step, commit=new.commit.seq, undone=undone)
@@ -185,5 +186,5 @@ def chat(session: Session,
         return dict(prompt=messages[-1]['content'], base=say(False), adapter=say(True))
 
 # %% ../nbs/04b_session.ipynb #428f6de3
-for _verb in (submit, drain, history, undo, status, params, download, chat): setattr(Session, _verb.__name__, _verb)
+for _verb in (submit, drain, plan, run, evaluate, history, undo, status, params, download, chat): setattr(Session, _verb.__name__, _verb)
 Session.xray = look

@@ -110,7 +110,7 @@ class Commit:
     @property
     def step(self) -> int: return self.body.get('global_step', 0)
     @property
-    def ends_job(self) -> bool: return bool(self.body.get('ledger') or self.body.get('undo')) # a version that can be gone back to
+    def ends_job(self) -> bool: return bool(self.body.get('ledger') or self.body.get('undo') or self.body.get('run')) # a version that can be gone back to: a job's end, or a checkpoint of a run
 
 # %% ../nbs/04_store.ipynb #6547acea
 def _key(seq): return f'commits/{seq:020d}.json'

@@ -21,7 +21,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrai
 from .config import Config
 from .encode import Encoded
 from .model import keep_rng
-from .plan import step_rows
+from .plan import micro_rows, step_rows
 from .state import State, rate
 
 # %% ../nbs/03_train.ipynb #a57c8fe0
@@ -57,7 +57,7 @@ def _borrowed(model):
         finally:
             if not bars: datasets.enable_progress_bars()
             if 'ref' in model.peft_config: model.delete_adapter('ref'); model.set_adapter('default')
-            if model.get_base_model().is_gradient_checkpointing: model.gradient_checkpointing_disable(); model.disable_input_require_grads()
+            if model.get_base_model().is_activation_checkpointing: model.get_base_model().activation_checkpointing_disable(); model.disable_input_require_grads()
             model.eval()
             for m, forward in zip(modules, before):
                 vars(m).pop('forward', None)
@@ -126,15 +126,9 @@ class Part:
     options: dict = field(default_factory=dict) # of TRL's config
 
 # %% ../nbs/03_train.ipynb #8b931757
-def _micro_rows(config: Config) -> int:
-    "Rows per micro-batch: the largest divisor of GRAD_ACCUM whose padded rows fit into TOKEN_BUDGET"
-    fits = max(1, (config.token_budget or 0) // config.max_length)
-    return max(d for d in range(1, config.grad_accum + 1) if config.grad_accum % d == 0 and d <= fits)
-
-# %% ../nbs/03_train.ipynb #997d5d9e
 def _parts(method, rows, config) -> list[Part]:
     "Whole steps, and what is left for the last one"
-    G, micro = config.grad_accum, _micro_rows(config)
+    G, micro = config.grad_accum, micro_rows(config)
     if method == 'sft': return [Part(rows, micro, G // micro)]
     whole = len(rows) - len(rows) % G
     options = getattr(config.trl, method).model_dump()
