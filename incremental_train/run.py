@@ -292,7 +292,7 @@ def run(session,
             recorder = Recorder(run.record)
             recorder.begin(as_toml(_as_used(session, run)), planned.summary())
             if progress.finished: return RunResult(Record(run.record).summary | {'stopped': f'finished already, at step {progress.step}; nothing was trained'}, progress.receipt, run.record)
-            if progress.step: recorder.resumed(progress.step)
+            if (run.record/'log.jsonl').exists(): recorder.resumed(progress.step)
             for note in notices: watch(note)
             watch(planned)
             return _recorded(session, run, progress, rows, val, schedule, recorder, stop_after, watch)
