@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from .config import Config, Refused
-from .drain import commit_job, pinned, ready, reason, sync
+from .drain import commit_job, free_mb, pinned, ready, reason, sync
 from .encode import encode_trace
-from .plan import Plan, Schedule, Tokens, check, count_params, micro_rows
+from .plan import Plan, Schedule, Tokens, check, count_params
 from .record import Receipt, receipt_from
 from .runfile import Run, as_toml
 from .runs import Recorder, Record, curves, here
@@ -39,15 +39,6 @@ def epoch_order(rows: int, seed: int, epoch: int) -> list[int]: # row numbers
     random.Random(f'{seed}/{epoch}').shuffle(order)
     return order
 
-# %% ../nbs/04b_run.ipynb #54ee7d56
-def _free_mb() -> float: # MB of memory for one process
-    "What the system, or the container that we are in, has left"
-    import psutil
-    free = psutil.virtual_memory().available
-    try: free = min(free, int(Path('/sys/fs/cgroup/memory.max').read_text()) - int(Path('/sys/fs/cgroup/memory.current').read_text()))
-    except (OSError, ValueError): pass
-    return free / 1e6
-
 # %% ../nbs/04b_run.ipynb #5964dc53
 def _free_disk_mb(session) -> float: # MB
     "What is left where the checkpoints go"
@@ -70,14 +61,21 @@ def make_plan(session,
     from incremental_train.cost import guess, measure_steps, memory_parts, seconds_of
     config, base = session.config, session.base(watch=watch)
     trainable, parameters = count_params(base.folder, config.lora_r, config.lora_target_modules)
-    counted = _tokens(rows)
-    parts = memory_parts(base.folder, config, method, counted.longest, trainable, parameters)
-    pace = measure_steps(session.base(weights=True, watch=watch), config, method, rows, val, watch) if measure else guess(base.folder, config, method, parameters)
+    engine, budget = _engine(session)
+    parts = memory_parts(base.folder, config, method, rows, trainable, parameters, engine, budget)
+    pace = measure_steps(session.base(weights=True, watch=watch), config, method, rows, val, engine, budget, watch) if measure else guess(base.folder, config, method, rows, parameters, engine)
     tokenizer_bytes = sum((base.folder/f).stat().st_size for f in ('tokenizer.json', 'tokenizer_config.json') if (base.folder/f).exists())
     kept = min(len(schedule.checkpoints), max(2, config.keep_checkpoints)) + 1 # one more while the next is written
-    return Plan(name, method, schedule, config, counted, _tokens(val), trainable, parameters, parts, pace.peak_mb or sum(parts.values()), seconds_of(pace, config, method, schedule, rows, val),
-                kept * (16 * trainable + tokenizer_bytes) / 1e6, _free_mb(), _free_disk_mb(session), config.threads or torch.get_num_threads(), micro=micro_rows(config) if method != 'kto' else schedule.batch,
+    return Plan(name, method, schedule, config, _tokens(rows), _tokens(val), trainable, parameters, parts, pace.peak_mb or sum(parts.values()), seconds_of(pace, config, method, schedule, rows, val, engine, budget),
+                kept * (16 * trainable + tokenizer_bytes) / 1e6, free_mb(), _free_disk_mb(session), config.threads or torch.get_num_threads(), engine=engine, budget=budget if engine == 'packed' else None,
                 measured=measure, stop_after=stop_after, notices=session.tokenizer().notices)
+
+# %% ../nbs/04b_run.ipynb #39f3ceac
+def _engine(session) -> tuple[str, int]: # (engine, tokens per forward pass)
+    "The experiment's, or what a new one would most likely take"
+    experiment, config = session.experiment() or {}, session.config
+    engine = experiment.get('engine') or ('trl' if config.engine == 'trl' else 'packed')
+    return engine, config.token_budget or experiment.get('token_budget') or 512
 
 # %% ../nbs/04b_run.ipynb #eb5fc83b
 def plan(session,
@@ -105,15 +103,14 @@ def _schedule(run: Run, rows, val) -> Schedule:
 def _changes(session, run: Run, rows, val, now: Plan): # -> yields (words, kind, value)
     "What would make a plan smaller, and by how much"
     from incremental_train.cost import memory_parts
-    def mb(**settings):
+    def mb(budget=now.budget or 512, **settings):
         config = now.config.model_copy(update=settings)
-        longest = min(now.train.longest, config.max_length)
-        return sum(memory_parts(session.base().folder, config, run.method, longest, now.trainable, now.parameters).values())
+        cut = [r for r in rows if max(len(s.ids) for s in r.sequences) <= config.max_length] or rows[:1]
+        return sum(memory_parts(session.base().folder, config, run.method, cut, now.trainable, now.parameters, now.engine, budget).values())
     if not now.config.gradient_checkpointing: yield 'with gradient_checkpointing = true', 'mb', mb(gradient_checkpointing=True)
-    if now.micro > 1: yield 'with token_budget = ' + str(now.config.max_length), 'mb', mb(token_budget=None)
+    if now.budget and now.budget > 64: yield f'with token_budget = {now.budget // 4}', 'mb', mb(now.budget // 4)
     half = max(64, now.config.max_length // 2)
     if half < now.train.longest: yield f'with max_tokens = {half}', 'mb', mb(max_length=half)
-    if now.micro > 1 and run.method == 'kto': yield f'with batch_size = {now.schedule.batch // 2}', 'mb', mb(grad_accum=now.schedule.batch // 2)
     if now.schedule.epochs > 1: yield 'with epochs = 1', 'minutes', now.seconds / now.schedule.epochs / 60
     if now.config.keep_checkpoints > 2: yield 'with keep_checkpoints = 2', 'disk', now.disk_mb * 3 / (min(len(now.schedule.checkpoints), now.config.keep_checkpoints) + 1)
 
@@ -205,7 +202,7 @@ class _Spike(Exception):
     "A loss that leapt away"
 
 # %% ../nbs/04b_run.ipynb #ab086137
-def _train_to(session, run, progress: Progress, rows, end, schedule, recorder, watch):
+def _train_to(session, run, progress: Progress, rows, end, schedule, recorder, references, watch):
     "Train up to step `end`, or less if somebody says stop"
     from incremental_train.cost import resident_mb
     from incremental_train.train import train
@@ -220,7 +217,7 @@ def _train_to(session, run, progress: Progress, rows, end, schedule, recorder, w
         usual = sum(receipt.losses[:5]) / 5
         if keys.spike and receipt.steps > 5 and step.loss > keys.spike * usual: raise _Spike(f'the loss of step {receipt.steps} is {step.loss:.3f}, more than {keys.spike:g} times the mean of the first five ({usual:.3f}); lower learning_rate, or raise spike')
         return session._stop.is_set()
-    train(session._state, run.method, due, on_step)
+    train(session._state, run.method, due, on_step, references)
 
 # %% ../nbs/04b_run.ipynb #96dd371f
 def _commit_run(session, run, progress: Progress, finished=False):
@@ -248,9 +245,9 @@ def _take_best(session, progress: Progress):
 def _events(session, run, progress: Progress, rows, val, schedule, recorder, stop_after, watch) -> str: # why it stopped, or nothing
     "Train from event to event until the run ends"
     from incremental_train.train import mean_loss
-    keys, begin = run.keys.train, time.monotonic() - progress.seconds
+    keys, begin, references = run.keys.train, time.monotonic() - progress.seconds, {}
     while progress.step < schedule.steps and not progress.note:
-        _train_to(session, run, progress, rows, _next_event(schedule, progress.step, stop_after), schedule, recorder, watch)
+        _train_to(session, run, progress, rows, _next_event(schedule, progress.step, stop_after), schedule, recorder, references, watch)
         step, improved = progress.step, False
         if step in schedule.validations:
             loss = mean_loss(session._state, run.method, val)
@@ -301,7 +298,7 @@ def run(session,
 # %% ../nbs/04b_run.ipynb #94d702fd
 def _recorded(session, run, progress, rows, val, schedule, recorder, stop_after, watch) -> RunResult:
     "Run, and write down how it ended, whatever that is"
-    from incremental_train.train import TrainingFailed
+    from incremental_train.state import TrainingFailed
     stopped, failed = '', False
     try: stopped = _events(session, run, progress, rows, val, schedule, recorder, stop_after, watch)
     except (TrainingFailed, _Spike, RuntimeError) as e:

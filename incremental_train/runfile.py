@@ -20,7 +20,7 @@ from .trace import METHODS
 SETTINGS = {'seed': 'seed', 'threads': 'threads', 'max_tokens': 'max_length', 'rank': 'lora_r', 'alpha': 'lora_alpha', 'dropout': 'lora_dropout', 'targets': 'lora_target_modules',
             'learning_rate': 'learning_rate', 'schedule': 'lr_schedule', 'warmup_steps': 'warmup_steps', 'weight_decay': 'weight_decay', 'max_grad_norm': 'max_grad_norm',
             'batch_size': 'grad_accum', 'token_budget': 'token_budget', 'dtype': 'dtype', 'checkpoint_every': 'checkpoint_every', 'keep_checkpoints': 'keep_checkpoints',
-            'gradient_checkpointing': 'gradient_checkpointing'}
+            'gradient_checkpointing': 'gradient_checkpointing', 'engine': 'engine'}
 
 # %% ../nbs/00c_runfile.ipynb #f3074b6d
 def _like(key) -> dict: # arguments for a class of keys
@@ -67,6 +67,7 @@ class Train(_Section):
     warmup_steps: int = _like('warmup_steps')
     weight_decay: float = _like('weight_decay')
     max_grad_norm: float = _like('max_grad_norm')
+    engine: Literal['auto', 'packed', 'trl'] = _like('engine')
     token_budget: int | None = _like('token_budget')
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = _like('dtype')
     patience: int | None = Field(None, ge=1, description='stop early after so many validations without a better loss')

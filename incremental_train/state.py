@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DropoutKey', 'KeyedDropout', 'install_dropout', 'rate', 'State', 'adapter_tensors', 'state_files', 'load_files',
-           'move_reference']
+           'move_reference', 'Step', 'TrainingFailed']
 
 # %% ../nbs/03_state.ipynb #781f6664
 import hashlib, io, json, math
@@ -76,6 +76,8 @@ class State:
     steps: dict = field(default_factory=dict) # method -> optimizer steps made so far
     scaler: dict = field(default_factory=dict) # of float16's loss scale; empty in other dtypes
     horizon: int | None = None # declared steps of a run; a queue has none
+    engine: str = 'packed' # or 'trl'
+    budget: int | None = None # tokens of a micro-batch; None: TOKEN_BUDGET, or 512
     reference: dict | None = None # adapter tensors that preferences are measured against; None: the base model
 
     def __post_init__(self):
@@ -145,3 +147,22 @@ def load_files(state: State,
 def move_reference(state: State):
     "An SFT job has ended: preferences are measured against this adapter from now on"
     state.reference = adapter_tensors(state)
+
+# %% ../nbs/03_state.ipynb #fdeef42e
+@dataclass(frozen=True)
+class Step:
+    "What one optimizer step did"
+    step: int # of the method, counted from 1
+    global_step: int
+    rows: int # G, or what was left
+    loss: float # over the whole step: nats per trained token (SFT), mean over rows (DPO, KTO)
+    rate: float
+    grad_norm: float # before clipping
+    trained_tokens: int
+    seconds: float
+    skipped: bool = False # float16 only: the loss scale was too high, so no weight moved
+    metrics: dict = field(default_factory=dict) # rewards of preferences, and KTO's KL
+
+# %% ../nbs/03_state.ipynb #a1e317f4
+class TrainingFailed(RuntimeError):
+    "A step that cannot count; the state must be loaded anew from the last commit"
