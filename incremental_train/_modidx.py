@@ -234,6 +234,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'incremental_train/pack.py'),
                                         'incremental_train.pack._SwiGlu.forward': ( 'pack.html#_swiglu.forward',
                                                                                     'incremental_train/pack.py'),
+                                        'incremental_train.pack._capped_attention': ( 'pack.html#_capped_attention',
+                                                                                      'incremental_train/pack.py'),
                                         'incremental_train.pack._common': ('pack.html#_common', 'incremental_train/pack.py'),
                                         'incremental_train.pack._lean': ('pack.html#_lean', 'incremental_train/pack.py'),
                                         'incremental_train.pack.computed_tokens': ( 'pack.html#computed_tokens',

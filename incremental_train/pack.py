@@ -124,8 +124,18 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
         if path:
             k = torch.cat([*(key[:, :, a:b] for a, b in path), k], 2)
             v = torch.cat([*(value[:, :, a:b] for a, b in path), v], 2)
-        out.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped))
+        if softcap: out.append(_capped_attention(q, k, v, mask, scaling, softcap))
+        else: out.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped))
     return torch.cat(out, 2).transpose(1, 2), None
+
+# %% ../nbs/02b_pack.ipynb #55621d65
+def _capped_attention(q, k, v, mask, scaling, softcap):
+    "Attention with soft-capped scores (Gemma 2), which no fused kernel on a CPU has"
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    if mask is None: mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    scores = softcap * torch.tanh(q @ k.transpose(2, 3) * scaling / softcap)
+    return torch.softmax(scores.masked_fill(~mask, float('-inf')).float(), -1).to(v.dtype) @ v
 
 # %% ../nbs/02b_pack.ipynb #82b15d88
 AttentionInterface.register('packed', packed_attention)
