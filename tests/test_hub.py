@@ -119,7 +119,7 @@ def test_no_hub_at_all(tmp_path):
     assert not place.files()
 
 
-@pytest.mark.parametrize('package, command', [('trl', 'drain'), ('safetensors', 'drain'), ('tokenizers', 'submit')])
+@pytest.mark.parametrize('package, command', [('peft', 'drain'), ('safetensors', 'drain'), ('tokenizers', 'submit')])
 def test_a_missing_package(toy, tmp_path, package, command):
     "One line that names it; what waited still waits"
     place = Place(tmp_path, 'http://127.0.0.1:9', MODEL_ID=str(toy))

@@ -186,7 +186,7 @@ def test_too_much_is_refused_before_anything_is_loaded(written, monkeypatch):
     "Free memory of 1 GB, an allowed one, an allowed time: both numbers and what to change; a base without weights can be planned and not run"
     path = written('big')
     loaded = load_run(path, {})
-    monkeypatch.setattr('incremental_train.run._free_mb', lambda: 400.0)
+    monkeypatch.setattr('incremental_train.run.free_mb', lambda: 400.0)
     session = Session(loaded.config)
     with pytest.raises(Refused, match='needs .* MB of memory, 400 are free'): session.run(loaded)
     monkeypatch.undo()
@@ -210,7 +210,8 @@ def test_two_runs_under_one_name(written):
     "A changed setting or changed rows under the same name are refused with what changed; intervals may change"
     path = written('one')
     run(path, stop_after=4)
-    with pytest.raises(Refused, match='lora.rank 8 -> 4'): run(written('one', lora={'rank': 4}))
+    with pytest.raises(Refused, match='LORA_R is 4, but this experiment was begun with 8'): run(written('one', lora={'rank': 4}))
+    with pytest.raises(Refused, match='train.learning_rate 0.01 -> 0.02'): run(written('one', learning_rate=0.02))
     rows = Path(load_run(path, {}).train)
     before = rows.read_text()
     written('one', checkpoint_every=6)
