@@ -17,27 +17,19 @@ FORMS['dpo'] = FORMS['sft'] # rows per forward pass, passes per step, gradient c
 
 
 def rows_of(method, path, n, max_length, base):
-    "(raw rows, encoded rows): the first `n` of a file that fit without being shortened"
+    "The first `n` rows of a file that fit without being shortened, encoded"
     from incremental_train.config import Refused
     from incremental_train.encode import ChatTokenizer, encode
     from incremental_train.trace import parse_trace
     tokenizer, kept = ChatTokenizer(base.folder), []
     raws = [json.loads(line) for line in Path(path).read_text(encoding='utf-8').splitlines()]
-    for raw, row in zip(raws, parse_trace(raws, method).rows):
+    for row in parse_trace(raws, method).rows:
         try: encoded = encode(row, tokenizer, max_length)
         except Refused: continue
-        if not encoded.shortened: kept.append((raw, encoded))
+        if not encoded.shortened: kept.append(encoded)
         if len(kept) == n: break
     if len(kept) < n: raise SystemExit(f'{path} has {len(kept)} rows of at most {max_length} tokens; {n} are wanted')
-    return map(list, zip(*kept))
-
-
-def plain(raw, method):
-    "A row as TRL's users write it: prompt and completion, so that only the answer is trained"
-    turn = lambda role, text: [{'role': role, 'content': text}]
-    if method == 'sft': return {'prompt': raw['messages'][:-1], 'completion': raw['messages'][-1:]}
-    answers = {k: turn('assistant', raw[k]) for k in ('chosen', 'rejected', 'completion') if k in raw}
-    return {'prompt': turn('user', raw['prompt']), **answers, **({'label': raw['desirable']} if 'desirable' in raw else {})}
+    return kept
 
 
 def watched(optimizer, model):
@@ -58,7 +50,7 @@ def report(losses, seconds, gradients, floor, tokens, out):
     print(json.dumps({'losses': losses, 'seconds': seconds, 'floor_mb': round(floor), 'peak_mb': round(resident_mb(peak=True)), 'tokens': tokens}))
 
 
-def ours(method, raws, rows, base, config, out, budget):
+def ours(method, rows, base, config, out, budget):
     "Our engine; TRL is not even imported"
     from incremental_train.cost import reset_peak, resident_mb, tokens_in
     from incremental_train.model import add_adapter, load_base
@@ -75,16 +67,17 @@ def ours(method, raws, rows, base, config, out, budget):
     report([s.loss for s in steps], [s.seconds for s in steps], first, floor, {'computed': computed, 'real': real}, out)
 
 
-def theirs(method, raws, rows, base, config, out, batch, accumulate, checkpointing):
-    "TRL as its users call it, on the same first adapter"
+def theirs(method, rows, base, config, out, batch, accumulate, checkpointing):
+    "TRL's own trainer in one of its forms, on the same first adapter and the same token ids and labels"
     import datasets, torch
     from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
     from incremental_train.cost import reset_peak, resident_mb
-    from incremental_train.model import add_adapter, load_base
+    from incremental_train.model import add_adapter
+    from incremental_train.trl_engine import BLANK, Part, _columns
     datasets.disable_progress_bars()
-    model = load_base(base, 'float32', 'cpu')
+    model = AutoModelForCausalLM.from_pretrained(base.folder, dtype=torch.float32)
     for p in model.parameters(): p.sum()
     floor = resident_mb(); reset_peak()
     model = add_adapter(model, config, base.id)
@@ -98,9 +91,11 @@ def theirs(method, raws, rows, base, config, out, batch, accumulate, checkpointi
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         args = config_class(output_dir=folder, num_train_epochs=1, train_sampling_strategy='sequential', per_device_train_batch_size=batch, gradient_accumulation_steps=accumulate, max_length=None, learning_rate=config.learning_rate,
-                            lr_scheduler_type='constant', gradient_checkpointing=checkpointing, report_to='none', save_strategy='no', use_cpu=True, bf16=False, disable_tqdm=True, logging_steps=1, logging_nan_inf_filter=False, dataloader_pin_memory=False)
-        trainer = trainer_class(model=model, args=args, train_dataset=Dataset.from_list([plain(r, method) for r in raws]), processing_class=AutoTokenizer.from_pretrained(base.folder),
+                            lr_scheduler_type='constant', gradient_checkpointing=checkpointing, report_to='none', save_strategy='no', use_cpu=True, bf16=False, disable_tqdm=True, logging_steps=1, logging_nan_inf_filter=False, dataloader_pin_memory=False, **({'dataset_kwargs': {'skip_prepare_dataset': True}} if method == 'sft' else {}))
+        data = Dataset.from_list(_columns(method, Part(rows, STEP, 1, {'loss_type': 'kto'} if method == 'kto' else {})))
+        trainer = trainer_class(model=model, args=args, train_dataset=data if method == 'sft' else Dataset.from_list([BLANK[method]]), processing_class=AutoTokenizer.from_pretrained(base.folder),
                                 optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)), callbacks=[clock])
+        trainer.train_dataset = data # preference trainers tokenise what they are built with; this is tokenised
         def count(module, args, inputs):
             if torch.is_grad_enabled(): clock.padded += inputs['input_ids'].numel()
         model.register_forward_pre_hook(count, with_kwargs=True)
@@ -128,10 +123,10 @@ def child(args, form, out):
     torch.set_num_threads(args.threads)
     base = find_base(MODEL)
     config = load_config({}, learning_rate=args.rate, lora_target_modules=TARGETS, grad_accum=STEP, max_length=args.max_length)
-    raws, rows = rows_of(args.method, args.data, args.rows, args.max_length, base)
+    rows = rows_of(args.method, args.data, args.rows, args.max_length, base)
     if form == 'rate': return print(json.dumps({'rate': matrix_rate()}))
-    if form == 'ours': ours(args.method, raws, rows, base, config, out, args.budget)
-    else: theirs(args.method, raws, rows, base, config, out, *FORMS[args.method][form])
+    if form == 'ours': ours(args.method, rows, base, config, out, args.budget)
+    else: theirs(args.method, rows, base, config, out, *FORMS[args.method][form])
 
 
 def strict_arithmetic(args):
@@ -140,8 +135,7 @@ def strict_arithmetic(args):
     from incremental_train.model import find_base
     from incremental_train.packed_engine import micro_batches
     base = find_base(MODEL)
-    _, rows = rows_of(args.method, args.data, args.rows, args.max_length, base)
-    rows = list(rows)
+    rows = rows_of(args.method, args.data, args.rows, args.max_length, base)
     layers, head = 106_203_456, 49152 * 576 # matrices of SmolLM2's layers, and its tied head
     steps = [rows[i:i + STEP] for i in range(0, len(rows), STEP)]
     trained = sum(tokens_in(p, 'packed') for s in steps for p in micro_batches(s, args.budget))

@@ -35,7 +35,7 @@ def rows_of(method, batch, longest):
     return [made(method, max(24, int(longest * share[i % 8])), i) for i in range(3 * batch)]
 
 
-def really(base, config, method, rows, val):
+def really(base, config, method, rows, val, engine, budget):
     "Train the rows as a run does and report floor, peak and seconds; for a child process"
     import torch
     from transformers import AutoTokenizer
@@ -46,7 +46,7 @@ def really(base, config, method, rows, val):
     for p in model.parameters(): p.sum()
     floor = resident_mb()
     reset_peak()
-    state = State(add_adapter(model, config, 'bench'), AutoTokenizer.from_pretrained(base.folder), config)
+    state = State(add_adapter(model, config, 'bench'), AutoTokenizer.from_pretrained(base.folder), config, engine=engine, budget=budget)
     train(state, method, rows[:config.grad_accum]) # a process's first step is slower; a run has one of it
     begin = time.perf_counter()
     train(state, method, rows)
@@ -71,31 +71,33 @@ def in_child(*args):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def one(name, method, batch, settings, vocabulary, longest, embedded, scratch):
+def one(name, method, batch, settings, vocabulary, longest, embedded, scratch, engine, budget):
     "A row of the table: predicted from shapes, predicted after trying, measured; probe and run in turn"
     base = embedded
     if vocabulary:
         from incremental_train.model import Base
         folder = toy_model(Path(scratch)/str(vocabulary), vocab_size=vocabulary, hidden_size=576, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True)
         base = Base(str(folder), None, folder)
-    config = Config(**{'lora_target_modules': 'q_proj,v_proj', 'max_length': longest, 'grad_accum': batch, 'token_budget': longest * batch, **settings})
+    config = Config(**{'lora_target_modules': 'q_proj,v_proj', 'max_length': longest, 'grad_accum': batch, **({'token_budget': longest * batch} if engine == 'trl' else {}), **settings})
     rows, val = rows_of(method, batch, longest), rows_of(method, 4, longest)[:4]
     trainable, parameters = count_params(base.folder, config.lora_r, config.lora_target_modules)
-    parts = memory_parts(base.folder, config, method, longest, trainable, parameters)
+    parts = memory_parts(base.folder, config, method, rows, trainable, parameters, engine, budget)
     above = sum(v for k, v in parts.items() if k not in ('weights', 'runtime'))
     schedule = Schedule(len(rows), batch, 1, val_rows=len(val))
-    pace = measure_steps(base, config, method, rows, val)
-    found = in_child(base, config, method, rows, val)
+    pace = measure_steps(base, config, method, rows, val, engine, budget)
+    found = in_child(base, config, method, rows, val, engine, budget)
     floor = found['floor_mb']
     return {'setting': name, 'floor_mb': round(floor), 'predicted_mb': round(floor + above), 'predicted_after_measure_mb': round(floor + pace.peak_mb - pace.floor_mb), 'measured_mb': round(found['measured_mb']),
             'memory_error': round(above / (found['measured_mb'] - floor) - 1, 3), 'memory_error_after_measure': round((pace.peak_mb - pace.floor_mb) / (found['measured_mb'] - floor) - 1, 3),
-            'guessed_s': round(seconds_of(guess(base.folder, config, method, parameters), config, method, schedule, rows, val), 1), 'predicted_s': round(seconds_of(pace, config, method, schedule, rows, val), 1), 'measured_s': round(found['measured_s'], 1),
-            'seconds_error': round(seconds_of(pace, config, method, schedule, rows, val) / found['measured_s'] - 1, 3)}
+            'guessed_s': round(seconds_of(guess(base.folder, config, method, rows, parameters, engine), config, method, schedule, rows, val, engine, budget), 1), 'predicted_s': round(seconds_of(pace, config, method, schedule, rows, val, engine, budget), 1), 'measured_s': round(found['measured_s'], 1),
+            'seconds_error': round(seconds_of(pace, config, method, schedule, rows, val, engine, budget) / found['measured_s'] - 1, 3)}
 
 
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('--longest', type=int, default=192, help='tokens of the longest row')
+    parser.add_argument('--engine', choices=['packed', 'trl'], default='packed')
+    parser.add_argument('--budget', type=int, default=512, help='tokens per packed pass')
     parser.add_argument('--only', help='settings whose name holds this')
     parser.add_argument('--json', action='store_true')
     parser.add_argument('--child', help=argparse.SUPPRESS)
@@ -105,7 +107,7 @@ if __name__ == '__main__':
     with tempfile.TemporaryDirectory() as scratch:
         for setting in SETTINGS:
             if args.only and args.only not in setting[0]: continue
-            rows.append(one(*setting, args.longest, embedded, scratch))
+            rows.append(one(*setting, args.longest, embedded, scratch, args.engine, args.budget))
             print(json.dumps(rows[-1]), file=sys.stderr)
     if args.json: print(json.dumps(rows))
     else:

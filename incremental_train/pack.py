@@ -74,7 +74,7 @@ class Pack:
     "Rows laid end to end; N tokens in all, L of them with a label"
     ids: torch.Tensor # (1, N)
     positions: torch.Tensor # (1, N) place of each token in its row
-    segments: list # of (start, end, [(start, end) in front], mask (n, P + n) or None)
+    segments: list # of (tokens n, numbers of the segments in front, mask (n, P + n) or None)
     source: torch.Tensor # (L,) where the token that predicts a label stands
     targets: torch.Tensor # (L,)
     row: torch.Tensor # (L,) which row a label belongs to
@@ -93,11 +93,11 @@ def pack(sequences: list, # objects with `ids` and `labels`; the last label need
         where = [n.start + t for n in path for t in range(len(n.ids))]
         for t, label in enumerate(s.labels):
             if t and label != -100: source.append(where[t - 1]); targets.append(label); row.append(i)
-    segments = []
+    segments, number = [], {id(n): i for i, n in enumerate(nodes)}
     for n in nodes:
         before, own = n.offset, len(n.ids)
         mask = torch.ones(own, before + own, dtype=torch.bool, device=device).tril(before) if before else None
-        segments.append((n.start, n.end, [(p.start, p.end) for p in n.path], mask))
+        segments.append((own, [number[id(p)] for p in n.path], mask))
     put = lambda values: torch.tensor(values, dtype=torch.long, device=device)
     return Pack(put([[t for n in nodes for t in n.ids]]), put([[n.offset + t for n in nodes for t in range(len(n.ids))]]), segments, put(source), put(targets), put(row))
 
@@ -119,11 +119,12 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     "Attention of a pack, node by node; (1, heads, N, d) in, (1, N, heads, d) out"
     if segments is None: return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **({'softcap': softcap} if softcap is not None else {}), **kwargs)
     grouped, out = query.shape[1] != key.shape[1], []
-    for start, end, path, mask in segments:
-        q, k, v = query[:, :, start:end], key[:, :, start:end], value[:, :, start:end]
+    queries, keys, values = (t.split([n for n, _, _ in segments], 2) for t in (query, key, value)) # split, not slices: the gradient of each slice would be as long as the pack
+    for i, (_, path, mask) in enumerate(segments):
+        q, k, v = queries[i], keys[i], values[i]
         if path:
-            k = torch.cat([*(key[:, :, a:b] for a, b in path), k], 2)
-            v = torch.cat([*(value[:, :, a:b] for a, b in path), v], 2)
+            k = torch.cat([*(keys[j] for j in path), k], 2)
+            v = torch.cat([*(values[j] for j in path), v], 2)
         if softcap: out.append(_capped_attention(q, k, v, mask, scaling, softcap))
         else: out.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped))
     return torch.cat(out, 2).transpose(1, 2), None
@@ -169,13 +170,15 @@ class _LabelLogps(torch.autograd.Function):
     def forward(ctx, hidden, head, targets):
         logps, grads = [], []
         for h, y in zip(hidden.split(CHUNK), targets.split(CHUNK)):
-            z = head.logits(h)
-            norm, at = torch.logsumexp(z, -1, keepdim=True), y[:, None]
-            logps.append((z.gather(1, at) - norm)[:, 0])
+            z, at = head.logits(h), y[:, None]
+            top = z.amax(-1, keepdim=True)
+            chosen = z.gather(1, at) - top
+            e = torch.exp(z - top) if head.softcap else z.sub_(top).exp_() # a soft-cap's gradient needs z once more
+            total = e.sum(-1, keepdim=True)
+            logps.append((chosen - total.log())[:, 0])
             if not ctx.needs_input_grad[0]: continue
-            p = torch.exp(z - norm) if head.softcap else z.sub_(norm).exp_()
-            p.scatter_add_(1, at, torch.full_like(at, -1, dtype=p.dtype)) # p - one hot
-            grads.append(-head.back(p, z))
+            e.scatter_add_(1, at, -total) # p - one hot, times the total, which is divided out where it is cheap
+            grads.append(head.back(e, z).div_(-total))
         if grads: ctx.save_for_backward(torch.cat(grads).to(hidden.dtype))
         return torch.cat(logps) if logps else hidden.new_zeros(0, dtype=torch.float32)
 
@@ -228,6 +231,9 @@ class _RmsNorm(torch.autograd.Function):
 def _lean(module): # -> a forward for this module, or None
     "Functions that keep less, for modules that are known to compute just that"
     name = type(module).__name__
+    if name == 'Linear' and getattr(module, 'active_adapters', None) == ['default'] and not module.lora_bias['default'] and not getattr(module, 'use_dora', {}).get('default'):
+        linear, A, B, drop, scale = module.base_layer, module.lora_A['default'], module.lora_B['default'], module.lora_dropout['default'], module.scaling['default']
+        if linear.weight.dtype == A.weight.dtype: return lambda x: torch.addmm(linear(x).flatten(0, -2), A(drop(x)).flatten(0, -2), B.weight.t(), alpha=scale).view(*x.shape[:-1], -1)
     if name in ('LlamaRMSNorm', 'Qwen2RMSNorm', 'Qwen3RMSNorm', 'MistralRMSNorm', 'Phi3RMSNorm', 'SmolLM3RMSNorm') and not module.weight.requires_grad:
         return lambda x: _RmsNorm.apply(x, module.weight, module.variance_epsilon)
     if name in ('LlamaMLP', 'Qwen2MLP', 'Qwen3MLP', 'MistralMLP', 'SmolLM3MLP') and type(module.act_fn).__name__ in ('SiLU', 'SiLUActivation'):
