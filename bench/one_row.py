@@ -42,12 +42,12 @@ if __name__ == '__main__':
         session.submit([row(0)]); session.drain()
         jobs, passes, commits = [], [], []
         from incremental_train import drain as room
-        written = room.commit
+        written = room.write
         def timed(*a, **k):
             begin = time.perf_counter()
             try: return written(*a, **k)
             finally: commits.append(time.perf_counter() - begin)
-        room.commit = timed
+        room.write = timed
         for i in range(1, args.jobs + 1):
             session.submit([row(i)])
             begin = time.perf_counter()

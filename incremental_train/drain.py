@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['checked_base', 'free_mb', 'choose_engine', 'ready', 'sync', 'drop_trained', 'reference_of', 'pinned', 'Drained',
-           'commit_job', 'reason', 'drain']
+           'settle', 'commit_job', 'reason', 'drain']
 
 # %% ../nbs/04b_drain.ipynb #4db318c1
 import json, platform, secrets, time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from importlib.metadata import version
@@ -18,7 +19,7 @@ from .encode import encode_trace
 from .model import Base, add_adapter, choose_dtype, find_device, fingerprints, load_base
 from .queue import Job
 from .record import Receipt, content_hash, receipt_from
-from .store import Commit, Conflict, Damaged, checkout, commit, line, read_commit, sweep, tip
+from .store import Commit, Conflict, Damaged, checkout, draft, line, read_commit, sweep, tip, write
 
 # %% ../nbs/04b_drain.ipynb #6f4b59a0
 def _versions() -> dict:
@@ -111,7 +112,7 @@ def ready(session, watch):
 def sync(session) -> str: # what the next step goes on from, in words
     "Bring the resident model to the newest good commit"
     from incremental_train.state import load_files
-    if session._at is None or session._at.tip != tip(session.store):
+    if session._at is None or (session._pending is None and session._at.tip != tip(session.store)): # another writer beside a pending commit is noticed by it
         session._at = None # until it is whole
         at = checkout(session.store)
         load_files(session._state, at.files)
@@ -185,13 +186,26 @@ class Drained:
     def _repr_markdown_(self): return '\n\n'.join([*(r._repr_markdown_() for r in self.receipts), *self.lines()])
 
 # %% ../nbs/04b_drain.ipynb #94a6c3cd
+_writer = ThreadPoolExecutor(1, thread_name_prefix='commit')
+
+# %% ../nbs/04b_drain.ipynb #b1907b2d
+def settle(session):
+    "Wait for the commit that is being written, and acknowledge its job; raises what went wrong with it"
+    if session._pending is None: return
+    (written, _, acknowledge), session._pending = session._pending, None
+    written.result()
+    acknowledge()
+
+# %% ../nbs/04b_drain.ipynb #92e65367
 def commit_job(session,
                receipt: Receipt,
                open: bool, # whether the job has rows left
-               more={} # what the commit says besides, or instead; JSON
+               more={}, # what the commit says besides, or instead; JSON
+               acknowledge=None # called with the commit once it stands; given, writing overlaps with what comes next, and `settle` waits for it
               ):
     "Write the state with the job's receipt, whole or not at all; the end of an SFT job moves the reference"
     from incremental_train.state import move_reference, state_files
+    settle(session)
     state, base, reference = session._state, session._base, reference_of(session)
     receipt.commit = session._at.tip + 1
     if receipt.method == 'sft' and not open:
@@ -204,7 +218,10 @@ def commit_job(session,
     for name in ('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json'):
         if (base.folder/name).exists(): files[name] = (base.folder/name).read_bytes()
     files['chat_template.jinja'] = session.tokenizer().template.encode()
-    session._at = commit(session.store, session._at, files, body)
+    new = draft(session._at, files, body)
+    if acknowledge: session._pending = _writer.submit(write, session.store, new), receipt.id, lambda: acknowledge(new)
+    else: write(session.store, new)
+    session._at = new
 
 # %% ../nbs/04b_drain.ipynb #6041092a
 class _Clock:
@@ -217,7 +234,7 @@ class _Clock:
         return self.seconds is not None and now - self.begin + 1.2 * self.longest >= self.seconds
 
 # %% ../nbs/04b_drain.ipynb #08a611e0
-def _train_job(session, job, receipt, clock, watch) -> bool: # whether it was trained to its end
+def _train_job(session, job, receipt, clock, watch, done) -> bool: # whether it was trained to its end
     "Train what is left of a job; commits at its end, every CHECKPOINT_EVERY steps, and where it is stopped"
     from incremental_train.train import mean_loss, train
     config = session.config
@@ -233,9 +250,11 @@ def _train_job(session, job, receipt, clock, watch) -> bool: # whether it was tr
     train(session._state, job.method, rows[receipt.trained_rows:], on_step)
     if receipt.trained_rows < len(rows): return False
     if config.measure_after: receipt.loss_after = mean_loss(session._state, job.method, rows)
-    commit_job(session, receipt, open=False)
-    session.queue.remove(job.id)
-    sweep(session.store, session._at, config.keep_checkpoints, pinned(session))
+    def acknowledge(new):
+        session.queue.remove(job.id)
+        sweep(session.store, new, config.keep_checkpoints, pinned(session))
+        done.receipts.append(receipt); watch(receipt)
+    commit_job(session, receipt, open=False, acknowledge=acknowledge)
     return True
 
 # %% ../nbs/04b_drain.ipynb #16cd93fe
@@ -258,24 +277,25 @@ def reason(error) -> str:
 def _one_job(session, done, clock, watch) -> bool: # whether to go on
     "Train the job that is due, if there is one and time for it"
     note = sync(session)
-    drop_trained(session, session._at.commit)
-    _close_lost(session, done)
-    found = _next(session, {f['id'] for f in done.failed})
-    if found is None: return False
+    pending = {session._pending[1]} if session._pending else set()
+    if not pending: drop_trained(session, session._at.commit); _close_lost(session, done)
+    found = _next(session, {f['id'] for f in done.failed} | pending)
+    if found is None and not pending: return False
+    if found is None: settle(session); return True # and look again
     job, receipt = found
     if clock.last and (clock.over() or session._stop.is_set()):
         done.stopped = f'stopped after step {session._at.commit.step}, saved'
         return False
     receipt.continued = f'{receipt.continued}; then {note}' if receipt.steps else note
     watch(job)
-    try: finished = _train_job(session, job, receipt, clock, watch)
+    try: finished = _train_job(session, job, receipt, clock, watch, done)
     except (Conflict, OSError, ImportError): raise # not the fault of this job
     except Exception as e: # whatever is wrong with this job must not keep the others from theirs
+        settle(session)
         session._at = None # the resident state may be half changed
         done.failed.append({'id': job.id, 'error': reason(e)})
         return True
-    if finished: done.receipts.append(receipt); watch(receipt)
-    else: done.stopped = f'stopped after step {session._at.commit.step}, saved; {receipt.trained_rows} of {receipt.rows} rows of {job.id} are trained'
+    if not finished: done.stopped = f'stopped after step {session._at.commit.step}, saved; {receipt.trained_rows} of {receipt.rows} rows of {job.id} are trained'
     return finished
 
 # %% ../nbs/04b_drain.ipynb #405ae419
@@ -283,7 +303,7 @@ def _run_queue(session, done, clock, watch):
     "Job after job, until nothing waits, time is up, or somebody says stop"
     while True:
         try:
-            if not _one_job(session, done, clock, watch): return
+            if not _one_job(session, done, clock, watch): return settle(session)
         except Conflict: session._at = None; watch('another process committed first; going on from its state')
         except OSError as e: raise Refused(f'{session.store}: {e.strerror or e}; the last good commit stands and the jobs still wait') from e
 
@@ -304,6 +324,10 @@ def drain(session, # a `Session`
         try:
             done.notices += ready(session, watch)
             _run_queue(session, done, clock, watch)
-        except BaseException: session._at = None; raise # the resident state may be half changed
+        except BaseException: # the resident state may be half changed
+            session._at = None
+            try: settle(session)
+            except Exception: pass # the first fault is the one to tell
+            raise
         done.global_step, done.waiting = session._at.commit.step if session._at else checkout(session.store).commit.step, len(session.queue)
         return done

@@ -30,7 +30,7 @@ class Session:
         self.store = open_store(self.config.bucket_id, self.config.experiment)
         self.queue = Queue(self.store if self.config.queue_persist else None)
         self.lock = threading.RLock() # one user of the model at a time
-        self._base = self._state = self._tokenizer = self._at = None
+        self._base = self._state = self._tokenizer = self._at = self._pending = None
         self._stop = threading.Event()
 
     def experiment(self) -> dict | None: # None: nothing was trained yet

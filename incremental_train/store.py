@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['check_key', 'FolderStore', 'open_store', 'Commit', 'Damaged', 'read_commit', 'verify', 'tip', 'Checkout', 'checkout',
-           'Conflict', 'commit', 'revert', 'log', 'line', 'sweep']
+           'Conflict', 'draft', 'write', 'commit', 'revert', 'log', 'line', 'sweep']
 
 # %% ../nbs/04_store.ipynb #1f2fcb90
 import errno, hashlib, json, os, re, shutil, time, uuid
@@ -203,20 +203,31 @@ def _record(store, commit: Commit) -> Commit:
     return commit
 
 # %% ../nbs/04_store.ipynb #0ec9c0fe
-def commit(store,
-           base: Checkout, # what was continued
-           files: dict[str, bytes], # name -> content
-           body: dict # `global_step`, `ledger`, …: what the session says about this commit; JSON
-          ) -> Checkout: # the new state, to continue from
-    "Write a checkpoint whole, or raise and leave nothing that counts"
+def draft(base: Checkout, # what is continued
+          files: dict[str, bytes], # name -> content
+          body: dict # `global_step`, `ledger`, …: what the session says about this commit; JSON
+         ) -> Checkout: # the new state, which nobody has written yet
+    "A commit before it comes to be; writing it may take a while, and training can go on from it meanwhile"
     nonce = uuid.uuid4().hex
-    prefix = f"checkpoint-{body['global_step']}-{nonce[:8]}"
-    for name, data in files.items(): store.put(f'{prefix}/{name}', data)
     manifest = tuple({'path': name, 'size': len(data), 'sha256': _sha(data)} for name, data in files.items())
-    new = Commit(base.tip + 1, base.commit.seq, prefix, manifest, nonce, body)
-    try: verify(store, new)
+    new = Commit(base.tip + 1, base.commit.seq, f"checkpoint-{body['global_step']}-{nonce[:8]}", manifest, nonce, body)
+    return Checkout(new, files, new.seq)
+
+# %% ../nbs/04_store.ipynb #78a69cef
+def write(store, new: Checkout): # a draft
+    "Write a checkpoint whole, or raise and leave nothing that counts"
+    for name, data in new.files.items(): store.put(f'{new.commit.prefix}/{name}', data)
+    try: verify(store, new.commit)
     except Damaged as e: raise OSError(f'{store} does not give back what was written: {e}') from None
-    return Checkout(_record(store, new), files, new.seq)
+    _record(store, new.commit)
+
+# %% ../nbs/04_store.ipynb #ca8f49ba
+def commit(store, base: Checkout, files: dict[str, bytes], body: dict # as for `draft`
+          ) -> Checkout: # the new state, to continue from
+    "Draft and write"
+    new = draft(base, files, body)
+    write(store, new)
+    return new
 
 # %% ../nbs/04_store.ipynb #3e82c7c3
 def revert(store,

@@ -175,3 +175,28 @@ def test_a_done_job_is_not_trained_again(bucket):
     again = Session(load_config({}, **settings))
     assert len(again.queue) == 1 and not again.drain().receipts
     assert outcome(settings)[1:] == (1, [('job-00', 4, True)], [])
+
+
+def test_the_engine_trl(bucket):
+    "TRL's trainers keep the same promise: ten mixed jobs at once, and cut after every step"
+    whole, cut = bucket(engine='trl'), bucket(engine='trl')
+    two_days(whole, one_process(whole))
+    def in_pieces(session):
+        for _ in range(60):
+            if not len(session.queue): return
+            session.drain(max_seconds=0)
+        pytest.fail('the queue does not get empty')
+    two_days(cut, in_pieces)
+    assert outcome(cut) == outcome(whole) and outcome(whole)[1:] == (STEPS, JOBS, [])
+
+
+def test_a_commit_is_written_while_the_next_job_trains(bucket, undisturbed):
+    "Receipts come when commits stand: the second job has made its step before the first one's receipt, and the bytes are the same"
+    settings, events = bucket(), []
+    def drain_all(session):
+        session.drain(watch=lambda e: events.append((type(e).__name__, getattr(e, 'id', getattr(e, 'global_step', None)))))
+    two_days(settings, drain_all)
+    assert outcome(settings) == undisturbed[0]
+    names = [e for e in events if e[0] in ('Job', 'Step', 'Receipt')]
+    first, second = names.index(('Receipt', 'job-00')), names.index(('Job', 'job-01'))
+    assert second < first and names[second + 1][0] == 'Step' and [id for name, id in names if name == 'Receipt'] == [id for name, id in names if name == 'Job']
