@@ -1,6 +1,7 @@
 "What plans say against what runs need: memory above the floor (imports and weights) and seconds. Each setting in its own process; prints a table, or JSON with --json"
 import argparse
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -30,9 +31,9 @@ def made(method, tokens, seed):
 
 
 def rows_of(method, batch, longest):
-    "Three steps of ragged rows; the longest fills the limit"
-    share = (1.0, 0.3, 0.5, 0.8, 0.25, 0.6, 0.4, 0.9)
-    return [made(method, max(24, int(longest * share[i % 8])), i) for i in range(3 * batch)]
+    "Steps of ragged rows, enough of them for the heap to become what it is in a run; the longest fill the limit"
+    rng = random.Random(batch)
+    return [made(method, longest if i % 7 == 3 else rng.randrange(24, longest), i) for i in range(batch * (5 if batch > 4 else 8))]
 
 
 def really(base, config, method, rows, val, engine, budget):
