@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from incremental_train.config import Config
-from incremental_train.cost import Pace, guess, measure_steps, memory_parts, reset_peak, resident_mb, seconds_of
+from incremental_train.cost import guess, measure_steps, memory_parts, reset_peak, resident_mb, seconds_of
 from incremental_train.encode import Encoded, EncodedPair, EncodedThumb
 from incremental_train.model import find_base
 from incremental_train.plan import Schedule, count_params
@@ -38,7 +38,6 @@ def rows_of(method, batch, longest):
 
 def really(base, config, method, rows, val, engine, budget):
     "Train the rows as a run does and report floor, peak and seconds; for a child process"
-    import torch
     from transformers import AutoTokenizer
     from incremental_train.model import add_adapter, load_base
     from incremental_train.state import State, state_files

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .config import Config
+from .config import Config, Refused
 from .encode import Encoded
 from .model import Base, add_adapter, load_base
 from .pack import computed_tokens, label_logps, pack, packing, trimmed
@@ -257,7 +257,7 @@ def try_steps(base: Base, config: Config, method: str, longest, usual, val, engi
     begin = time.perf_counter()
     if val: mean_loss(state, method, val)
     judged = time.perf_counter() - begin
-    files = state_files(state)
+    state_files(state) # a commit's copy of everything
     tokens = lambda rows: sum(tokens_in(p, engine) for p in passes(rows, config, method, engine, budget))
     more = tokens(longest) - tokens(usual)
     token_s = max(0.0, (seconds['long'] - seconds['usual']) / more) if more > 0.2 * tokens(longest) else seconds['long'] / tokens(longest)
@@ -269,7 +269,8 @@ def measure_steps(base: Base, config: Config, method: str, rows, val, engine: st
     watch('measuring in a child process: two steps of the longest rows, one of ordinary ones, one validation batch')
     job = (base, config, method, *_sizes(rows, min(config.grad_accum, len(rows))), _sizes(val, 8)[1], engine, budget)
     child = subprocess.run([sys.executable, '-c', 'from incremental_train.cost import _child; _child()'], input=pickle.dumps(job), capture_output=True)
-    if child.returncode: raise RuntimeError(f"the measuring process ended with {child.returncode}: {(child.stderr.decode().strip().splitlines() or ['no message'])[-1]}")
+    if child.returncode == -9: raise Refused('the measuring process was killed, most likely since memory ran out; lower token_budget, max_tokens or rank, or set gradient_checkpointing')
+    if child.returncode: raise Refused(f"the measuring process ended with {child.returncode}: {(child.stderr.decode().strip().splitlines() or ['no message'])[-1]}")
     return Pace(**json.loads(child.stdout.decode().splitlines()[-1]))
 
 # %% ../nbs/03a_cost.ipynb #8ec31b5e

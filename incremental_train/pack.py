@@ -7,7 +7,6 @@ __all__ = ['SHARED', 'CHUNK', 'Node', 'prefix_tree', 'Pack', 'pack', 'computed_t
            'head_of', 'packing', 'label_logps', 'packed_logps', 'row_sums']
 
 # %% ../nbs/02b_pack.ipynb #d79a5cee
-import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 

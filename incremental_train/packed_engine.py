@@ -16,7 +16,7 @@ from .encode import Encoded, split
 from .loss import dpo_loss, kl_point, kto_loss, sft_loss
 from .pack import computed_tokens, pack, packed_logps, packing, row_sums, trimmed
 from .plan import step_rows
-from .state import State, Step, TrainingFailed, adapter_tensors, rate
+from .state import State, Step, TrainingFailed, rate
 
 # %% ../nbs/03_step_packed.ipynb #25cca4cf
 def micro_batches(rows: list, # of a step, encoded

@@ -7,7 +7,7 @@ __all__ = ['n_steps', 'step_rows', 'micro_rows', 'Schedule', 'target_layers', 'c
            'check']
 
 # %% ../nbs/01_plan.ipynb #735f3fe9
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 from .config import Config, Refused
 

@@ -10,7 +10,7 @@ import hashlib, hmac, json, random, shutil, time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from .config import Config, Refused
+from .config import Refused
 from .drain import commit_job, free_mb, pinned, ready, reason, sync
 from .encode import encode_trace
 from .plan import Plan, Schedule, Tokens, check, count_params

@@ -14,7 +14,6 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .config import Config, Refused, TrlOptions, allowed, is_folder
-from .trace import METHODS
 
 # %% ../nbs/00c_runfile.ipynb #fdafa779
 SETTINGS = {'seed': 'seed', 'threads': 'threads', 'max_tokens': 'max_length', 'rank': 'lora_r', 'alpha': 'lora_alpha', 'dropout': 'lora_dropout', 'targets': 'lora_target_modules',
@@ -23,8 +22,8 @@ SETTINGS = {'seed': 'seed', 'threads': 'threads', 'max_tokens': 'max_length', 'r
             'gradient_checkpointing': 'gradient_checkpointing', 'engine': 'engine'}
 
 # %% ../nbs/00c_runfile.ipynb #f3074b6d
-def _like(key) -> dict: # arguments for a class of keys
-    "A key that is a setting: annotation and field of the setting"
+def _like(key): # -> a pydantic field
+    "A key that is a setting: the field of the setting, with its bounds"
     return copy.copy(Config.model_fields[SETTINGS[key]])
 
 # %% ../nbs/00c_runfile.ipynb #17bb0069

@@ -18,7 +18,6 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
-from .config import Config
 from .encode import split
 from .model import keep_rng
 from .plan import micro_rows, step_rows
