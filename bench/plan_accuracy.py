@@ -76,7 +76,7 @@ def one(name, method, batch, settings, vocabulary, longest, embedded, scratch, e
     base = embedded
     if vocabulary:
         from incremental_train.model import Base
-        folder = toy_model(Path(scratch)/str(vocabulary), vocab_size=vocabulary, hidden_size=576, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True)
+        folder = toy_model(Path(scratch)/str(vocabulary), vocab_size=vocabulary, hidden_size=576, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=9, num_key_value_heads=3)
         base = Base(str(folder), None, folder)
     config = Config(**{'lora_target_modules': 'q_proj,v_proj', 'max_length': longest, 'grad_accum': batch, **({'token_budget': longest * batch} if engine == 'trl' else {}), **settings})
     rows, val = rows_of(method, batch, longest), rows_of(method, 4, longest)[:4]
