@@ -101,7 +101,7 @@ def ready(session, watch):
     elif experiment is None: engine, budget, why = choose_engine(session, base)
     here = dict(versions=_versions(), device=device, dtype=dtype, threads=torch.get_num_threads())
     if experiment is None:
-        new = dict(format=1, model_id=config.model_id, revision=base.revision, **prints, **_settings_of(config), engine=engine, engine_because=why, token_budget=budget, date=date.today().isoformat(), ledger_key=secrets.token_hex(16), **here)
+        new = dict(format=1, model_id=config.model_id, revision=base.revision, **prints, **{**_settings_of(config), 'engine': engine, 'token_budget': budget}, engine_because=why, date=date.today().isoformat(), ledger_key=secrets.token_hex(16), **here)
         session.store.put_new('experiment.json', json.dumps(new, indent=1).encode())
         return ready(session, watch) # hold ourselves to what is there, which may be another process's
     session._state.engine, session._state.budget = experiment['engine'], experiment['token_budget']
