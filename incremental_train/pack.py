@@ -230,7 +230,7 @@ class _RmsNorm(torch.autograd.Function):
 def _lean(module): # -> a forward for this module, or None
     "Functions that keep less, for modules that are known to compute just that"
     name = type(module).__name__
-    if name == 'Linear' and getattr(module, 'active_adapters', None) == ['default'] and not module.lora_bias['default'] and not getattr(module, 'use_dora', {}).get('default'):
+    if name == 'Linear' and getattr(module, 'active_adapters', None) == ['default'] and not module.disable_adapters and not module.merged and not module.lora_bias['default'] and not getattr(module, 'use_dora', {}).get('default'):
         linear, A, B, drop, scale = module.base_layer, module.lora_A['default'], module.lora_B['default'], module.lora_dropout['default'], module.scaling['default']
         if linear.weight.dtype == A.weight.dtype: return lambda x: torch.addmm(linear(x).flatten(0, -2), A(drop(x)).flatten(0, -2), B.weight.t(), alpha=scale).view(*x.shape[:-1], -1)
     if name in ('LlamaRMSNorm', 'Qwen2RMSNorm', 'Qwen3RMSNorm', 'MistralRMSNorm', 'Phi3RMSNorm', 'SmolLM3RMSNorm') and not module.weight.requires_grad:
