@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from .config import Config, Refused
 from .encode import Encoded
 from .model import Base, add_adapter, load_base
-from .pack import computed_tokens, label_logps, pack, packing, trimmed
+from .pack import computed_tokens, label_logps, pack, packed_hidden, packing, trimmed
 from .packed_engine import micro_batches
 from .plan import micro_rows
 
@@ -46,13 +46,12 @@ class LiveBytes(TorchDispatchMode):
     def _gone(self, n): self.now -= n
 
 # %% ../nbs/03a_cost.ipynb #719ec628
-def _fake_model(folder, config: Config, layers, dtype): # -> (PeftModel of fake tensors, its number of layers)
+def _fake_model(folder, config: Config, layers, dtype): # -> a PeftModel on the meta device
     "The base model with its adapter, cut to a few layers; to be called outside the fake mode, used inside"
     from transformers import AutoConfig, AutoModelForCausalLM
     shape = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if layers:
-        shape.num_hidden_layers = layers
-        if getattr(shape, 'layer_types', None): shape.layer_types = shape.layer_types[:layers]
+    shape.num_hidden_layers = layers
+    if getattr(shape, 'layer_types', None): shape.layer_types = shape.layer_types[:layers]
     with torch.device('meta'): model = add_adapter(AutoModelForCausalLM.from_config(shape, dtype=dtype), config, 'plan')
     return model.train()
 
@@ -85,8 +84,7 @@ def _trl_pass(model, rows, method): # -> (hidden states, loss of hidden states)
 def _packed_pass(model, rows, method): # -> (hidden states, loss of hidden states)
     "Rows packed, our head on labels"
     p = pack([trimmed(s) for r in rows for s in r.sequences])
-    hidden = model.get_decoder()(input_ids=p.ids, position_ids=p.positions, use_cache=False, segments=p.segments).last_hidden_state
-    return hidden, lambda hidden: -label_logps(model, hidden[0], p).sum()
+    return packed_hidden(model, p), lambda hidden: -label_logps(model, hidden, p).sum()
 
 # %% ../nbs/03a_cost.ipynb #74098807
 def _fake_step(model, rows, method, engine) -> tuple[int, int, int]: # bytes: kept by the layers; most during the head; most during the layers' backward

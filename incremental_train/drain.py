@@ -97,10 +97,9 @@ def ready(session, watch):
         watch(f'loading {config.model_id} ({dtype} on {device})')
         model = add_adapter(load_base(base, 'float32' if dtype == 'float16' else dtype, device), config, config.model_id, base.revision)
         session._state = State(model, AutoTokenizer.from_pretrained(base.folder, local_files_only=True), config)
-        if experiment is None: engine, budget, why = choose_engine(session, base)
-    elif experiment is None: engine, budget, why = choose_engine(session, base)
     here = dict(versions=_versions(), device=device, dtype=dtype, threads=torch.get_num_threads())
     if experiment is None:
+        engine, budget, why = choose_engine(session, base)
         new = dict(format=1, model_id=config.model_id, revision=base.revision, **prints, **{**_settings_of(config), 'engine': engine, 'token_budget': budget}, engine_because=why, date=date.today().isoformat(), ledger_key=secrets.token_hex(16), **here)
         session.store.put_new('experiment.json', json.dumps(new, indent=1).encode())
         return ready(session, watch) # hold ourselves to what is there, which may be another process's

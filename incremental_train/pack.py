@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SHARED', 'CHUNK', 'Node', 'prefix_tree', 'Pack', 'pack', 'computed_tokens', 'trimmed', 'packed_attention', 'Head',
-           'head_of', 'packing', 'label_logps', 'packed_logps', 'row_sums']
+           'head_of', 'packing', 'packed_hidden', 'label_logps', 'packed_logps', 'row_sums']
 
 # %% ../nbs/02b_pack.ipynb #d79a5cee
 from contextlib import contextmanager
@@ -252,6 +252,12 @@ def packing(model): # model: a transformers causal language model
         config._attn_implementation = before
         for module in lean: del module.forward
 
+# %% ../nbs/02b_pack.ipynb #44b9d5a3
+def packed_hidden(model, # a transformers causal language model, inside `packing`
+                  p: Pack): # -> (N, H)
+    "The layers, over a pack"
+    return model.get_decoder()(input_ids=p.ids, position_ids=p.positions, use_cache=False, segments=p.segments).last_hidden_state[0]
+
 # %% ../nbs/02b_pack.ipynb #3da99246
 def label_logps(model, hidden, # (N, H)
                 p: Pack): # -> (L,) log-probability of each label, float32
@@ -263,8 +269,7 @@ def packed_logps(model, # a transformers causal language model, inside `packing`
                  p: Pack
                 ) -> torch.Tensor: # (L,) log-probability of each label, float32
     "One forward pass over a pack"
-    hidden = model.get_decoder()(input_ids=p.ids, position_ids=p.positions, use_cache=False, segments=p.segments).last_hidden_state[0]
-    return label_logps(model, hidden, p)
+    return label_logps(model, packed_hidden(model, p), p)
 
 # %% ../nbs/02b_pack.ipynb #9c4f60e3
 def row_sums(logps, p: Pack, rows: int) -> torch.Tensor: # (rows,)

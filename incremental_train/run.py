@@ -6,7 +6,7 @@
 __all__ = ['epoch_order', 'make_plan', 'plan', 'Progress', 'RunResult', 'run', 'Evaluation', 'evaluate']
 
 # %% ../nbs/04b_run.ipynb #377c067b
-import hashlib, hmac, json, random, shutil, time
+import json, random, shutil, time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -14,8 +14,8 @@ from .config import Refused
 from .drain import commit_job, free_mb, pinned, ready, reason, sync
 from .encode import encode_trace
 from .plan import Plan, Schedule, Tokens, check, count_params
-from .record import Receipt, receipt_from
-from .runfile import Run, as_toml
+from .record import Receipt, keyed_hash, receipt_from
+from .runfile import Run, as_toml, dotted
 from .runs import Recorder, Record, curves, here
 from .store import Conflict, read_commit, sweep, verify
 from .trace import TraceRefused, parse_trace
@@ -144,23 +144,17 @@ def _identity(session, run: Run, rows, val) -> dict:
     "What makes the run this run: settings that change the result, and keyed hashes of the data"
     free = {'checkpoint_every', 'keep_checkpoints', 'threads'}
     keys = run.keys.model_dump(exclude={'name': True, 'data': {'train', 'val'}, 'model': True, 'train': free if run.keys.train.keep_best or run.keys.train.patience else free | {'eval_every'}, 'threads': True}, exclude_none=True)
-    key = session.experiment()['ledger_key'].encode()
-    content = lambda part: hmac.new(key, json.dumps([[s.ids, s.labels] for r in part for s in r.sequences]).encode(), hashlib.sha256).hexdigest()[:32]
+    content = lambda part: keyed_hash([[s.ids, s.labels] for r in part for s in r.sequences], session.experiment()['ledger_key'])
     return json.loads(json.dumps({**keys, 'rows of data.train': content(rows), 'rows of data.val': content(val)}))
 
 # %% ../nbs/04b_run.ipynb #a48cf3f2
-def _flat(d, at='') -> dict:
-    "A nested dict by dotted keys"
-    return {k: v for key, value in d.items() for k, v in (_flat(value, f'{at}{key}.') if isinstance(value, dict) else {f'{at}{key}': value}).items()}
-
-# %% ../nbs/04b_run.ipynb #9ea52e58
 def _progress(session, run: Run, rows, val, note: str) -> Progress:
     "Where the newest good commit left the run, or its beginning"
     now, identity = session._at.commit, _identity(session, run, rows, val)
     if now.seq == 0: return Progress(Receipt(run.name, run.method, len(rows), run.keys.train.epochs, sum(r.shortened for r in rows), identity['rows of data.train'], note), identity)
     kept = now.body.get('run')
     if kept is None: raise Refused(f'{session.store} holds other training at step {now.step}; give the run another name')
-    before, after = _flat(kept['identity']), _flat(identity)
+    before, after = dotted(kept['identity']), dotted(identity)
     changed = [k if k.startswith('rows') else f'{k} {before.get(k)} -> {after.get(k)}' for k in sorted(before.keys() | after.keys()) if before.get(k) != after.get(k)]
     if changed: raise Refused(f"{run.file}: the run {run.name!r} was begun with other settings or data ({'; '.join(changed)}) and stands at step {now.step}; put them back to go on, or give the new run another name")
     receipt = receipt_from(kept['receipt'])
@@ -198,13 +192,10 @@ def _rows_between(schedule: Schedule, rows, seed, step, end) -> list: # encoded 
     return [rows[i] for i in epoch_order(len(rows), seed, epoch)[done:upto]]
 
 # %% ../nbs/04b_run.ipynb #0c02179e
-class _Spike(Exception):
-    "A loss that leapt away"
-
-# %% ../nbs/04b_run.ipynb #ab086137
 def _train_to(session, run, progress: Progress, rows, end, schedule, recorder, references, watch):
     "Train up to step `end`, or less if somebody says stop"
     from incremental_train.cost import resident_mb
+    from incremental_train.state import TrainingFailed
     from incremental_train.train import train
     due, receipt, keys = _rows_between(schedule, rows, run.keys.seed, progress.step, end), progress.receipt, run.keys.train
     at = 0
@@ -215,7 +206,7 @@ def _train_to(session, run, progress: Progress, rows, end, schedule, recorder, r
         recorder.step(step=receipt.steps, loss=step.loss, rate=step.rate, grad_norm=step.grad_norm, tokens_per_s=round(sum(len(s.ids) for r in seen for s in r.sequences) / step.seconds, 1), mb=round(resident_mb(peak=True)))
         watch(step)
         usual = sum(receipt.losses[:5]) / 5
-        if keys.spike and receipt.steps > 5 and step.loss > keys.spike * usual: raise _Spike(f'the loss of step {receipt.steps} is {step.loss:.3f}, more than {keys.spike:g} times the mean of the first five ({usual:.3f}); lower learning_rate, or raise spike')
+        if keys.spike and receipt.steps > 5 and step.loss > keys.spike * usual: raise TrainingFailed(f'the loss of step {receipt.steps} is {step.loss:.3f}, more than {keys.spike:g} times the mean of the first five ({usual:.3f}); lower learning_rate, or raise spike')
         return session._stop.is_set()
     train(session._state, run.method, due, on_step, references)
 
@@ -298,10 +289,9 @@ def run(session,
 # %% ../nbs/04b_run.ipynb #94d702fd
 def _recorded(session, run, progress, rows, val, schedule, recorder, stop_after, watch) -> RunResult:
     "Run, and write down how it ended, whatever that is"
-    from incremental_train.state import TrainingFailed
     stopped, failed = '', False
     try: stopped = _events(session, run, progress, rows, val, schedule, recorder, stop_after, watch)
-    except (TrainingFailed, _Spike, RuntimeError) as e:
+    except RuntimeError as e: # `TrainingFailed` is one, and memory that ran out
         at = session._at.commit
         stopped, failed = f"{reason(e)}; the last good commit is {at.seq}, at step {at.step}" if at.seq else f'{reason(e)}; nothing was committed yet', True
         session._at = None

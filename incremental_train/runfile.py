@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SETTINGS', 'SECTIONS', 'Model', 'Data', 'Lora', 'Train', 'RunFile', 'RunFileError', 'project_of', 'Run', 'load_run',
-           'prepare', 'as_toml']
+           'prepare', 'dotted', 'as_toml']
 
 # %% ../nbs/00c_runfile.ipynb #9fc35d9e
 import copy, difflib, json, os, random, tomllib
@@ -207,6 +207,11 @@ def prepare(path, # a JSONL file
         temporary.write_text('\n'.join(part) + '\n', encoding='utf-8')
         temporary.replace(Path(out)/f'{name}.jsonl')
     return {name: len(part) for name, part in parts.items()} | {'duplicates': len(rows) - len(unique), 'files': [str(Path(out)/f'{name}.jsonl') for name in parts]}
+
+# %% ../nbs/00c_runfile.ipynb #4982a5f3
+def dotted(d: dict, at='') -> dict: # 'section.key' -> value
+    "A nested dict by dotted keys"
+    return {k: v for key, value in d.items() for k, v in (dotted(value, f'{at}{key}.') if isinstance(value, dict) else {f'{at}{key}': value}).items()}
 
 # %% ../nbs/00c_runfile.ipynb #6b0acb9b
 def as_toml(keys: dict) -> str: # TOML

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from .config import Refused
+from .runfile import dotted
 
 # %% ../nbs/04a_runs.ipynb #de796146
 class Recorder:
@@ -83,8 +84,7 @@ class Record:
     @property
     def settings(self) -> dict: # 'section.key' -> value
         import tomllib
-        flat = lambda d, at='': {k: v for key, value in d.items() for k, v in (flat(value, f'{at}{key}.') if isinstance(value, dict) else {f'{at}{key}': value}).items()}
-        return flat(tomllib.loads((self.folder/'run.toml').read_text(encoding='utf-8')))
+        return dotted(tomllib.loads((self.folder/'run.toml').read_text(encoding='utf-8')))
 
 # %% ../nbs/04a_runs.ipynb #74b0b254
 def find_record(run) -> Record: # run: a folder, or a name in runs/ of the working folder or of a folder above
