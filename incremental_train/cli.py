@@ -245,12 +245,9 @@ def _missing(error: ImportError) -> str:
 # %% ../nbs/05a_cli.ipynb #0b883b61
 def main():
     "The command `incremental-train`"
-    say = lambda text: print(f'incremental-train: {text}', file=sys.stderr)
+    say = lambda text, speaker=Refused.speaker: print(f'{speaker}: {text}', file=sys.stderr)
     try: app()
-    except Refused as e:
-        if type(e).__name__ == 'RunFileError': print(f'ValueError: {e}', file=sys.stderr)
-        else: say(e)
-        sys.exit(2)
+    except Refused as e: say(e, e.speaker); sys.exit(2)
     except KeyboardInterrupt: say('interrupted; what was committed stands'); sys.exit(130)
     except ImportError as e: say(_missing(e)); sys.exit(1)
     except Exception as e:

@@ -17,6 +17,7 @@ from pathlib import Path
 from .config import Config, Refused
 from .encode import encode_trace
 from .model import Base, add_adapter, choose_dtype, find_device, fingerprints, load_base
+from .plan import BUDGET
 from .queue import Job
 from .record import Receipt, content_hash, receipt_from
 from .store import Commit, Conflict, Damaged, checkout, draft, line, read_commit, sweep, tip, write
@@ -70,16 +71,16 @@ def free_mb() -> float: # MB of memory for one process
 
 # %% ../nbs/04b_drain.ipynb #39ed2b55
 def choose_engine(session, base: Base) -> tuple[str, int | None, str]: # (engine, tokens per pass, why it is not `packed`)
-    "The engine and the budget of a new experiment; half of the free memory is a pass's, and 512 tokens keep the matrix products busy"
+    "The engine and the budget of a new experiment; half of the free memory is a pass's, up to BUDGET"
     from incremental_train.cost import pass_memory
     from incremental_train.packed_engine import can_pack
     config = session.config
     why = '' if config.engine == 'trl' else can_pack(session._state.model.get_base_model(), config.max_length)
     if why and config.engine == 'packed': raise Refused(f'ENGINE is packed, but {why}; set it to auto or trl')
     if why or config.engine == 'trl': return 'trl', config.token_budget, why
-    if config.token_budget or free_mb() > 20_000: return 'packed', config.token_budget or 512, ''
+    if config.token_budget or free_mb() > 20_000: return 'packed', config.token_budget or BUDGET, ''
     per_token = pass_memory(base.folder, config, 256) / 256 / 1e6
-    return 'packed', max(64, min(512, int(free_mb() / 2 / per_token))), ''
+    return 'packed', max(64, min(BUDGET, int(free_mb() / 2 / per_token))), ''
 
 # %% ../nbs/04b_drain.ipynb #15188652
 def ready(session, watch):

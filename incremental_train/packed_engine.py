@@ -15,7 +15,7 @@ from peft import set_peft_model_state_dict
 from .encode import Encoded, split
 from .loss import dpo_loss, kl_point, kto_loss, sft_loss
 from .pack import computed_tokens, pack, packed_logps, packing, row_sums, trimmed
-from .plan import step_rows
+from .plan import BUDGET, step_rows
 from .state import State, Step, TrainingFailed, rate
 
 # %% ../nbs/03_step_packed.ipynb #25cca4cf
@@ -30,7 +30,7 @@ def micro_batches(rows: list, # of a step, encoded
     return [*batches, current] if current else batches
 
 # %% ../nbs/03_step_packed.ipynb #c6f0f7e4
-def budget_of(state: State) -> int: return state.budget or state.config.token_budget or 512 # tokens
+def budget_of(state: State) -> int: return state.budget or state.config.token_budget or BUDGET # tokens
 
 # %% ../nbs/03_step_packed.ipynb #1adf34df
 def _logps(state: State, sequences): # -> (logps (L,), pack)

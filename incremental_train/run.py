@@ -13,7 +13,7 @@ from pathlib import Path
 from .config import Refused
 from .drain import commit_job, free_mb, pinned, ready, reason, sync
 from .encode import encode_trace
-from .plan import Plan, Schedule, Tokens, check, count_params
+from .plan import BUDGET, Plan, Schedule, Tokens, check, count_params
 from .record import Receipt, keyed_hash, receipt_from
 from .runfile import Run, as_toml, dotted
 from .runs import Recorder, Record, curves, here
@@ -75,7 +75,7 @@ def _engine(session) -> tuple[str, int]: # (engine, tokens per forward pass)
     "The experiment's, or what a new one would most likely take"
     experiment, config = session.experiment() or {}, session.config
     engine = experiment.get('engine') or ('trl' if config.engine == 'trl' else 'packed')
-    return engine, config.token_budget or experiment.get('token_budget') or 512
+    return engine, config.token_budget or experiment.get('token_budget') or BUDGET
 
 # %% ../nbs/04b_run.ipynb #eb5fc83b
 def plan(session,
@@ -103,7 +103,7 @@ def _schedule(run: Run, rows, val) -> Schedule:
 def _changes(session, run: Run, rows, val, now: Plan): # -> yields (words, kind, value)
     "What would make a plan smaller, and by how much"
     from incremental_train.cost import memory_parts
-    def mb(budget=now.budget or 512, **settings):
+    def mb(budget=now.budget or BUDGET, **settings):
         config = now.config.model_copy(update=settings)
         cut = [r for r in rows if max(len(s.ids) for s in r.sequences) <= config.max_length] or rows[:1]
         return sum(memory_parts(session.base().folder, config, run.method, cut, now.trainable, now.parameters, now.engine, budget).values())

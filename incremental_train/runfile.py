@@ -94,6 +94,7 @@ class RunFile(_Section):
 # %% ../nbs/00c_runfile.ipynb #f86492ea
 class RunFileError(Refused):
     "A run file that cannot be used; the message names the file and the key"
+    speaker = 'ValueError'
 
 # %% ../nbs/00c_runfile.ipynb #42a1a23c
 SECTIONS = {'data': Data, 'lora': Lora, 'train': Train, 'model': Model, 'trl': TrlOptions}

@@ -77,7 +77,7 @@ class State:
     scaler: dict = field(default_factory=dict) # of float16's loss scale; empty in other dtypes
     horizon: int | None = None # declared steps of a run; a queue has none
     engine: str = 'packed' # or 'trl'
-    budget: int | None = None # tokens of a micro-batch; None: TOKEN_BUDGET, or 512
+    budget: int | None = None # tokens of a micro-batch; None: TOKEN_BUDGET, or `plan.BUDGET`
     reference: dict | None = None # adapter tensors that preferences are measured against; None: the base model
 
     def __post_init__(self):
