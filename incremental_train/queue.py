@@ -6,13 +6,19 @@
 __all__ = ['Job', 'job_bytes', 'job_from_bytes', 'check_id', 'Queue']
 
 # %% ../nbs/02_queue.ipynb #5e2972f2
-import json, re, time, uuid
+import hashlib, json, re, time, uuid
 from dataclasses import dataclass
+from functools import cached_property
 
 from .config import Refused
 from .trace import METHODS, ROWS, Trace
 
 # %% ../nbs/02_queue.ipynb #a47ba3fc
+def _mark(trace: Trace) -> str: # 24 hexadecimal digits
+    "Tells traces apart, in the name of a file that holds the rows themselves; never used elsewhere"
+    return hashlib.sha256(json.dumps([row.model_dump(exclude_none=True) for row in trace.rows]).encode()).hexdigest()[:24]
+
+# %% ../nbs/02_queue.ipynb #0b109c36
 @dataclass(frozen=True)
 class Job:
     "A trace that waits to be trained"
@@ -24,8 +30,8 @@ class Job:
     def method(self) -> str: return self.trace.method
     @property
     def order(self): return METHODS.index(self.method), self.submitted, self.id
-    @property
-    def key(self) -> str: return f'queue/{self.submitted:020d}-{self.id}.json'
+    @cached_property
+    def key(self) -> str: return f'queue/{self.method}-{_mark(self.trace)}.json' # by its rows, so that of two equal submits one finds the other's
 
 # %% ../nbs/02_queue.ipynb #d062da7e
 def job_bytes(job: Job) -> bytes:
@@ -52,16 +58,17 @@ class Queue:
         self.store, self._jobs, self.unreadable = store, {}, []
         self.refresh()
 
+    def _read_all(self) -> list[Job]:
+        "What the store holds; a job that is known is not read again"
+        known, jobs, self.unreadable = {job.key: job for job in self._jobs.values()}, [], []
+        for key in self.store.list('queue'):
+            try: jobs.append(known.get(key) or job_from_bytes(self.store.get(key) or b''))
+            except (ValueError, KeyError, TypeError): self.unreadable.append(key)
+        return jobs
+
     def refresh(self):
         "See what other processes have submitted or trained"
-        if self.store is None: return
-        keys = self.store.list('queue')
-        known = {job.key: job for job in self._jobs.values()}
-        self._jobs, self.unreadable = {}, []
-        for key in keys:
-            try: job = known.get(key) or job_from_bytes(self.store.get(key) or b'')
-            except (ValueError, KeyError, TypeError): self.unreadable.append(key); continue
-            self._jobs[job.id] = job
+        if self.store is not None: self._jobs = {job.id: job for job in self._read_all()}
 
     def __iter__(self): return iter(sorted(self._jobs.values(), key=lambda job: job.order))
     def __len__(self): return len(self._jobs)
@@ -79,8 +86,13 @@ class Queue:
         if id in self._jobs and self._jobs[id] is not same: raise Refused(f'a job {id!r} with other rows is waiting; give another id, or drain first')
         if same: return same, False
         job = Job(check_id(id or f'{trace.method}-{uuid.uuid4().hex[:8]}'), trace, max([time.time_ns(), *(j.submitted + 1 for j in self)]))
-        if self.store is not None: self.store.put_new(job.key, job_bytes(job))
+        if self.store is not None and not self.store.put_new(job.key, job_bytes(job)): # another process submits the same rows at this moment
+            self.refresh()
+            return next((j for j in self if j.key == job.key), job), False
         self._jobs[job.id] = job
+        if self.store is not None and any(j.id == job.id and j.key != job.key for j in self._read_all()):
+            self.remove(job.id)
+            raise Refused(f'a job {job.id!r} with other rows was submitted at the same moment; give another id')
         return job, True
 
     def remove(self, id: str):

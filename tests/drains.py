@@ -73,7 +73,7 @@ def outcome(settings):
 
 def wait_for_commit(settings, seq, seconds=60):
     "Until a bucket has commit `seq`"
-    from incremental_train.store import tip
+    from incremental_train.store import newest
     store, end = Session(load_config({}, **settings)).store, time.monotonic() + seconds
-    while tip(store) < seq and time.monotonic() < end: time.sleep(0.005)
-    return tip(store)
+    while newest(store)[0] < seq and time.monotonic() < end: time.sleep(0.005)
+    return newest(store)[0]
