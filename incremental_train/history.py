@@ -72,7 +72,7 @@ def undo(session,
         jobs_of = lambda version: [e['id'] for c in line(session.store, version) for e in c.body['ledger']]
         undone = [id for id in jobs_of(at.commit) if id not in jobs_of(target)]
         body = dict(global_step=target.step, steps=target.body.get('steps', {}), method=None, model_id=session.config.model_id, loss=target.body.get('loss'), at=time.time_ns(),
-                    reference=target.body.get('reference'), ledger=[], open=[], run=target.body.get('run'), undo={'from': at.commit.seq, 'to': target.seq})
+                    reference=target.body.get('reference'), settings=target.body.get('settings', {}), ledger=[], open=[], run=target.body.get('run'), undo={'from': at.commit.seq, 'to': target.seq})
         new = revert(session.store, at, _whole(session, target), body)
         session._at = None
         return dict(from_step=at.commit.step, to_step=target.step, commit=new.commit.seq, undone=undone)

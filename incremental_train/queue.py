@@ -54,15 +54,17 @@ def check_id(id: str) -> str: # the same id
 # %% ../nbs/02_queue.ipynb #0142eb58
 class Queue:
     "Jobs in draining order, in this process or mirrored in a store"
-    def __init__(self, store=None): # anything with `put_new`, `get`, `list` and `delete`
+    def __init__(self, store=None): # anything with `put_new`, `get_all`, `list` and `delete`
         self.store, self._jobs, self.unreadable = store, {}, []
         self.refresh()
 
     def _read_all(self) -> list[Job]:
         "What the store holds; a job that is known is not read again"
         known, jobs, self.unreadable = {job.key: job for job in self._jobs.values()}, [], []
-        for key in self.store.list('queue'):
-            try: jobs.append(known.get(key) or job_from_bytes(self.store.get(key) or b''))
+        keys = self.store.list('queue')
+        found = self.store.get_all([key for key in keys if key not in known])
+        for key in keys:
+            try: jobs.append(known.get(key) or job_from_bytes(found[key] or b''))
             except (ValueError, KeyError, TypeError): self.unreadable.append(key)
         return jobs
 

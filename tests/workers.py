@@ -25,8 +25,8 @@ def dying(store, chance, seed):
             if rng.random() < chance: os.kill(os.getpid(), signal.SIGKILL)
             return answer
         return call
-    for verb in ('put', 'put_new', 'delete'): setattr(store, verb, deadly(getattr(store, verb)))
-    if store.remote: store.put_all = lambda files: [store.put(key, data) for key, data in files.items()]
+    for verb in ('put', 'put_new', 'delete') if store.exclusive else ('put_all', 'delete'): setattr(store, verb, deadly(getattr(store, verb))) # a Hub bucket writes by batches only
+    if store.exclusive: store.put_all = lambda files: [store.put(key, data) for key, data in files.items()]
     return store
 
 
@@ -49,32 +49,55 @@ def work(bucket, exclusive, chance, seed):
         sweep(store, now, keep=2)
 
 
-def main(bucket, jobs, workers, chance, seed):
+def begin(bucket, jobs):
+    "Queue the jobs; whether the store keeps writers apart"
     store = open_store(bucket)
     store.put('first', b'') # the bucket is there
     exclusive = probe(store)
     queue = Queue(store)
     for n in range(jobs): queue.submit(parse_trace([{'text': f'{n:02d}'}]), id=f'job-{n:02d}')
-    running, kills, finished, deadline = {}, 0, 0, time.monotonic() + 240
-    while finished < workers and time.monotonic() < deadline:
-        while len(running) + finished < workers:
-            seed += 1
-            pid = os.fork()
-            if not pid:
-                try: work(bucket, exclusive, chance, seed)
-                except BaseException as e: print(f'{type(e).__name__}: {e}', file=sys.stderr, flush=True); os._exit(1)
-                os._exit(0)
-            running[pid] = seed
-        pid, status = os.wait()
-        del running[pid]
-        if os.WIFSIGNALED(status): kills += 1
-        elif os.WEXITSTATUS(status) == 0: finished += 1
-        else: raise SystemExit('a worker failed')
+    return exclusive
+
+
+def end(bucket, exclusive):
+    "What the bucket holds"
     store = open_store(bucket)
     store.exclusive = exclusive
     at = checkout(store)
-    print(json.dumps({'kills': kills, 'finished': finished, 'weights': json.loads(at.files['weights.json']), 'ledger': sorted(e['id'] for c in line(store, at.commit) for e in c.body['ledger']), 'queue': store.list('queue'),
-                      'commits': at.tip, 'verified': not at.passed_over, 'exclusive': exclusive, 'torch': 'torch' in sys.modules}))
+    return {'weights': json.loads(at.files['weights.json']), 'ledger': sorted(e['id'] for c in line(store, at.commit) for e in c.body['ledger']), 'queue': store.list('queue'), 'commits': at.tip, 'verified': not at.passed_over}
+
+
+def forked(action, *args):
+    "Start `action` in a process of its own; (process id, a pipe with its answer). The process that forks never talks to a store: clients with threads do not survive a fork"
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid: os.close(write); return pid, read
+    try: os.write(write, json.dumps(action(*args)).encode()); status = 0
+    except BaseException as e: print(f'{type(e).__name__}: {e}', file=sys.stderr, flush=True); status = 1
+    os._exit(status)
+
+
+def answer(pid, pipe):
+    "Wait for a process and take what it answered"
+    with os.fdopen(pipe, 'rb') as f: data = f.read()
+    os.waitpid(pid, 0)
+    return json.loads(data)
+
+
+def main(bucket, jobs, workers, chance, seed):
+    exclusive = answer(*forked(begin, bucket, jobs))
+    running, kills, finished, deadline = {}, 0, 0, time.monotonic() + 200
+    while finished < workers and time.monotonic() < deadline:
+        while len(running) + finished < workers:
+            seed += 1
+            pid, pipe = forked(work, bucket, exclusive, chance, seed)
+            running[pid] = pipe
+        pid, status = os.wait()
+        os.close(running.pop(pid))
+        if os.WIFSIGNALED(status): kills += 1
+        elif os.WEXITSTATUS(status) == 0: finished += 1
+        else: raise SystemExit('a worker failed')
+    print(json.dumps({'kills': kills, 'finished': finished, 'exclusive': exclusive, 'torch': 'torch' in sys.modules, **answer(*forked(end, bucket, exclusive))}))
 
 
 if __name__ == '__main__': main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5]))
