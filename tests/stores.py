@@ -22,7 +22,7 @@ def free_port():
 
 def make_bucket(url, name):
     "Create an S3 bucket on a server that does not insist on signatures, waiting for it to come up"
-    for _ in range(300):
+    for _ in range(900):
         try: return urllib.request.urlopen(urllib.request.Request(f'{url}/{name}', method='PUT'), timeout=5).status
         except urllib.error.HTTPError as e:
             if e.code == 409: return 409

@@ -186,7 +186,7 @@ def test_too_much_is_refused_before_anything_is_loaded(written, monkeypatch):
     "Free memory of 1 GB, an allowed one, an allowed time: both numbers and what to change; a base without weights can be planned and not run"
     path = written('big')
     loaded = load_run(path, {})
-    monkeypatch.setattr('incremental_train.run.free_mb', lambda: 400.0)
+    monkeypatch.setattr('incremental_train.planning.free_mb', lambda: 400.0)
     session = Session(loaded.config)
     with pytest.raises(Refused, match='needs .* MB of memory, 400 are free'): session.run(loaded)
     monkeypatch.undo()
