@@ -218,6 +218,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'incremental_train.encode.encode_trace': ( 'encode.html#encode_trace',
                                                                                      'incremental_train/encode.py'),
                                           'incremental_train.encode.end_ids': ('encode.html#end_ids', 'incremental_train/encode.py'),
+                                          'incremental_train.encode.read_trace': ('encode.html#read_trace', 'incremental_train/encode.py'),
                                           'incremental_train.encode.split': ('encode.html#split', 'incremental_train/encode.py'),
                                           'incremental_train.encode.xray': ('encode.html#xray', 'incremental_train/encode.py')},
             'incremental_train.loss': { 'incremental_train.loss.dpo_loss': ('loss.html#dpo_loss', 'incremental_train/loss.py'),

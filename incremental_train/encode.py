@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PICTURES', 'Encoded', 'Conversation', 'end_ids', 'split', 'EncodedPair', 'EncodedThumb', 'encode', 'encode_trace',
-           'XRay', 'xray']
+           'read_trace', 'XRay', 'xray']
 
 # %% ../nbs/00b_encode.ipynb #bd3bde01
 import re
@@ -13,7 +13,7 @@ from itertools import groupby
 
 from .chat import CLOSE, OPEN, PROBE, ChatTokenizer, _raw_spans, check_messages
 from .config import Refused
-from .trace import DpoRow, KtoRow, Trace, TraceRefused, Turn
+from .trace import DpoRow, KtoRow, Trace, TraceRefused, Turn, parse_trace
 
 # %% ../nbs/00b_encode.ipynb #05e3a286
 @dataclass(frozen=True)
@@ -208,6 +208,21 @@ def encode_trace(trace: Trace,
         except Refused as e: faults.append((line, str(e)))
     if faults: raise TraceRefused(faults)
     return rows
+
+# %% ../nbs/00b_encode.ipynb #58d4efe3
+def read_trace(source, # as for `parse_trace`
+               method: str,
+               tokenizer: ChatTokenizer,
+               max_length: int # tokens
+              ) -> tuple[Trace, list]: # (the trace, its encoded rows)
+    "Read and encode; what cannot be read and what cannot be encoded is refused together"
+    try: trace = parse_trace(source, method)
+    except TraceRefused as e:
+        if e.rest is None or len(e.faults) > 20: raise
+        try: encode_trace(e.rest, tokenizer, max_length)
+        except TraceRefused as more: raise TraceRefused(sorted(e.faults + more.faults, key=lambda fault: fault[0])) from None
+        raise
+    return trace, encode_trace(trace, tokenizer, max_length)
 
 # %% ../nbs/00b_encode.ipynb #056f262e
 PICTURES = {**{i: 0x2400 + i for i in range(32) if i not in (9, 10)}, 0x7f: 0x2421, **dict.fromkeys((*range(0x80, 0xa0), *range(0x202a, 0x202f), *range(0x2066, 0x206a)), '\ufffd')} # control characters, and those that turn the direction of writing

@@ -27,9 +27,10 @@ def named(word) -> str:
 class TraceRefused(Refused):
     "A trace with faults; nothing of it is queued"
     def __init__(self,
-                 faults # list of (physical line, what is wrong)
+                 faults, # list of (physical line, what is wrong)
+                 rest=None # a `Trace` of the rows that could be read, in which there may be faults of another kind
                 ):
-        self.faults, shown = faults, faults[:20]
+        self.faults, self.rest, shown = faults, rest, faults[:20]
         more = f'\n… and {len(faults) - 20} more' if len(faults) > 20 else ''
         super().__init__('\n'.join(f'line {n}: {what}' for n, what in shown) + more)
 

@@ -137,7 +137,7 @@ def parse_trace(source, # JSON or JSONL text, bytes, a path, an open file, or ob
             rows.append(_row(value, method)); lines.append(n)
             extra.update(_unused(value, method))
         except ValueError as e: faults.append((n, str(e)))
-    if faults: raise TraceRefused(faults)
+    if faults: raise TraceRefused(faults, Trace(method, tuple(rows), tuple(lines)))
     if not rows: raise Refused('the trace holds no rows; give one JSON object per line, or an array of them')
     return Trace(method, tuple(rows), tuple(lines), tuple(_notices(method, rows, extra)))
 

@@ -144,17 +144,20 @@ def test_no_text_forges_a_turn(tokenizer, conversation, token):
 
 # --- any bytes
 
-SEEDS = [json.dumps(r) for method in MAKE for r in MAKE[method](3)] + [json.dumps({'conversations': [{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': 'é😀\u2028'}]}), json.dumps({'text': '😀'}), '{"prompt": "a", "completion": "b", "label": true}', '[{"text": "a"},\n{"text": "b"}]',
+SEEDS = {method: [json.dumps(r) for r in MAKE[method](3)] for method in MAKE}
+SEEDS['kto'] += ['{"prompt": "a", "completion": "b", "label": true}']
+SEEDS['dpo'] += [json.dumps({'chosen': chat('a', 'b')['messages'], 'rejected': chat('a', 'c')['messages']}, indent=1)]
+SEEDS['sft'] += [json.dumps({'conversations': [{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': 'é😀\u2028'}]}), json.dumps({'text': '😀'}), '{"prompt": "a", "completion": "b"}', '[{"text": "a"},\n{"text": "b"}]',
     json.dumps({'messages': [{'role': 'user', 'content': [{'type': 'text', 'text': 'x'}]}, {'role': 'assistant', 'content': None, 'tool_calls': [{'name': 'f', 'arguments': '{"x": 1}'}]}, {'role': 'tool', 'content': 'y'}, {'role': 'assistant', 'content': 'z'}], 'tools': [{'name': 'f'}]}), json.dumps(chat('a', 'b'), indent=2)]
 PIECES = [b'{', b'}', b'[', b']', b'"', b',', b':', b'\\', b'\\u', b'\\ud83d', b'\xef\xbb\xbf', b'\xff\xfe', b'\xfe\xff', b'\x00', b'\xff', b'\r', b'\n', b'NaN', b'-Infinity', b'1e999', b'9' * 5000, b'null', b'true', b'{"a":' * 300, b'[' * 2000, b'"role"', b'"content"', b'"messages"', b'"tool_calls"', b'"tools"', b'"arguments"', b'"text"',
           b'"from"', b'"prompt"', b'"chosen"', '"\u2028\x85"'.encode(), b'\xed\xa0\x80', b'\xf0\x9f', b'<|im_end|>', '\U000f0a02'.encode(), b'\x1b[2J', b'{"role":"assistant","content":null}', b'PK\x03\x04', b'\t', b' ' * 50]
 
 
-def some_bytes(chance):
+def some_bytes(chance, method):
     "Valid rows that were cut, copied, mixed, re-encoded; or noise"
     if chance.random() < 0.05: return chance.randbytes(chance.randrange(200))
     if chance.random() < 0.1: return b''.join(chance.choices(PIECES, k=chance.randrange(40)))
-    data = chance.choice(['\n', '\n', '\r\n', ' ', ',\n']).join(chance.choices(SEEDS, k=chance.randrange(1, 9))).encode(chance.choice(['utf-8'] * 6 + ['utf-8-sig', 'utf-16', 'utf-16-le', 'utf-32']))
+    data = chance.choice(['\n', '\n', '\r\n', ' ', ',\n']).join(chance.choices(SEEDS[method if chance.random() < 0.9 else "sft"], k=chance.randrange(1, 9))).encode(chance.choice(['utf-8'] * 6 + ['utf-8-sig', 'utf-16', 'utf-16-le', 'utf-32']))
     for _ in range(chance.choice([0, 1, 1, 2, 5, 20])):
         a, b = sorted(chance.randrange(len(data) + 1) for _ in range(2))
         b = min(b, a + chance.choice([0, 1, 4, 40, 4000]))
@@ -169,7 +172,8 @@ def test_any_bytes(tokenizer):
     peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     before = peak()
     while time.monotonic() < end:
-        data, method, begin = some_bytes(chance), chance.choice(list(MAKE)), time.perf_counter()
+        method = chance.choice(list(MAKE))
+        data, begin = some_bytes(chance, method), time.perf_counter()
         try:
             trace = parse_trace(data, method)
             counts['traces'] += 1
@@ -177,12 +181,12 @@ def test_any_bytes(tokenizer):
             encode_trace(trace, tokenizer, 128); counts['encoded'] += 1
         except TraceRefused as e:
             counts['refused'] += 1
-            assert e.faults and all(1 <= n <= data.count(b'\n') + data.count(b'\r') + 1 for n, _ in e.faults) and len(str(e).splitlines()) <= 21 and str(e).isprintable() == str(e).replace('\n', '').isprintable() or '\n' in str(e), data
+            assert e.faults and all(1 <= n <= data.count(b'\n') + data.count(b'\r') + 1 for n, _ in e.faults) and len(lines := str(e).split('\n')) <= 21 and all(map(str.isprintable, lines)), data
         except Refused as e: counts['refused'] += 1; assert str(e)
         counts['tried'] += 1; counts['bytes'] += len(data)
         counts['slowest_s'] = max(counts['slowest_s'], time.perf_counter() - begin)
     print(json.dumps({'seconds': seconds, **counts, 'peak_mb_before': round(before), 'peak_mb': round(peak())}))
-    assert counts['traces'] > counts['tried'] / 50 and counts['refused'] > counts['tried'] / 10 and peak() - before < 200
+    assert counts['traces'] > counts['tried'] / 10 and counts['refused'] > counts['tried'] / 10 and peak() - before < 200
 
 
 def test_many_bad_rows_are_counted_fast():
@@ -215,7 +219,7 @@ def test_nothing_of_a_refused_trace_stays(toy, tmp_path):
         return done
     for method, rows in bad.items():
         done = command('submit', '-', '--method', method, data='\n'.join(rows).encode())
-        assert done.returncode == 2 and done.stdout == b'' and b'Traceback' not in done.stderr and len(done.stderr.splitlines()) == min(len(rows), 21) - (method == 'sft') * 0, done.stderr.decode()
+        assert done.returncode == 2 and done.stdout == b'' and b'Traceback' not in done.stderr and len(done.stderr.splitlines()) == min(len(rows), 21), done.stderr.decode()
     assert command('xray', '-', data=json.dumps({'messages': [user, said]}).encode()).stdout.count(b'canary') # it shows it, and keeps nothing
     (tmp_path/'work'/'log.txt').write_bytes(b''.join(l for l in (tmp_path/'work'/'log.txt').read_bytes().splitlines(True) if b'canary' not in l or b'incremental-train' in l))
     assert found() == [] and not list((tmp_path/'bucket').rglob('*'))
