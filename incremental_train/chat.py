@@ -189,7 +189,7 @@ class ChatTokenizer:
 def _template_fault(error, messages, template) -> str:
     "Why a template does not take a conversation: its own words, if they are its own and not the row's, and the roles"
     words = str(error).split('\n')[0]
-    row = {w for m in messages for w in str(m).split() if len(w) > 3 and w not in template}
+    row = {w for m in messages for key, value in m.items() if key != 'role' for w in re.findall(r'\w{3,}', str(value)) if w not in template}
     if not isinstance(error, TemplateError | TypeError) or any(w in words for w in row): words = type(error).__name__
     roles = [m['role'] for m in messages]
     same = next((i for i in range(1, len(roles)) if roles[i] == roles[i - 1]), None)

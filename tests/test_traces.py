@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from incremental_train.chat import ChatTokenizer
 from incremental_train.config import Refused
-from incremental_train.encode import encode, encode_trace, xray
+from incremental_train.encode import XRay, encode, encode_trace
 from incremental_train.record import content_hash
 from incremental_train.rows import ROWS, blank
 from incremental_train.session import Session
@@ -220,7 +220,7 @@ def test_nothing_of_a_refused_trace_stays(toy, tmp_path):
     for method, rows in bad.items():
         done = command('submit', '-', '--method', method, data='\n'.join(rows).encode())
         assert done.returncode == 2 and done.stdout == b'' and b'Traceback' not in done.stderr and len(done.stderr.splitlines()) == min(len(rows), 21), done.stderr.decode()
-    assert command('xray', '-', data=json.dumps({'messages': [user, said]}).encode()).stdout.count(b'canary') # it shows it, and keeps nothing
+    assert command('xray', '-', '--text', data=json.dumps({'messages': [user, said]}).encode()).stdout.count(b'canary') == 2 # it shows it, and keeps nothing
     (tmp_path/'work'/'log.txt').write_bytes(b''.join(l for l in (tmp_path/'work'/'log.txt').read_bytes().splitlines(True) if b'canary' not in l or b'incremental-train' in l))
     assert found() == [] and not list((tmp_path/'bucket').rglob('*'))
     from incremental_train.config import load_config
@@ -313,7 +313,8 @@ def test_the_xray(settings, tokenizer, tmp_path, monkeypatch):
     row = {'messages': [{'role': 'system', 'content': 'Route.'}, *chat('Old?', 'Yes.', 'Where 😀 ``` \x1b[2J is it? ' * 30, 'delivery')['messages']]}
     ray = session.xray([row])
     assert ''.join(t for t, _ in ray.parts['row']).replace('…', '') == ray.texts['row'] and len(ray.ids['row']) == len(ray.parts['row']) <= 48
-    assert ray.cut[0] == '2 old turns left out' and 'the last user turn cut from' in ray.summary('row') and '\x1b' not in str(ray) and '````' in ray._repr_markdown_()
+    assert ray.cut[0] == '2 old turns left out' and 'the last user turn cut from' in ray.summary('row') and '\x1b' not in str(ray)
+    assert '````' in XRay({'row': [('```', True)]}, False, {'row': '```'}, {'row': [1]})._repr_markdown_()
     data = json.loads(json.dumps(ray.data()))
     assert ''.join(t['text'] for t in data['parts']['row'] if t['trained']) == 'delivery<|im_end|>' and data['cut'] == list(ray.cut) and data['texts'] == ray.texts
     assert session.xray([{'text': 'a b c ' * 100}]).cut[0].startswith('the end of the text, 48 of')
