@@ -13,7 +13,7 @@ from itertools import groupby
 
 from .chat import CLOSE, OPEN, PROBE, ChatTokenizer, _raw_spans, check_messages
 from .config import Refused
-from .trace import DpoRow, KtoRow, Trace, TraceRefused, Turn, parse_trace
+from .trace import DpoRow, KtoRow, Trace, TraceRefused, Turn, no_collection, parse_trace
 
 # %% ../nbs/00b_encode.ipynb #05e3a286
 @dataclass(frozen=True)
@@ -203,9 +203,10 @@ def encode_trace(trace: Trace,
                 ) -> list: # what `encode` gives, in the order of the rows
     "All rows, or a `TraceRefused` that names every line that cannot be encoded"
     rows, faults = [], []
-    for line, row in zip(trace.lines, trace.rows):
-        try: rows.append(encode(row, tokenizer, max_length))
-        except Refused as e: faults.append((line, str(e)))
+    with no_collection():
+        for line, row in zip(trace.lines, trace.rows):
+            try: rows.append(encode(row, tokenizer, max_length))
+            except Refused as e: faults.append((line, str(e)))
     if faults: raise TraceRefused(faults)
     return rows
 

@@ -72,6 +72,8 @@ def text_of(source # pasted text, bytes, a path, or an open file
 # %% ../nbs/00a_reading.ipynb #909ce84b
 def _object(pairs): # -> dict
     "An object whose keys are all different; a byte order mark in front of a key belongs to the file, not to the key"
+    value = dict(pairs)
+    if len(value) == len(pairs) and '\ufeff' not in ''.join(value): return value
     value = {k.lstrip('\ufeff'): v for k, v in pairs}
     if len(value) < len(pairs):
         keys = [k.lstrip('\ufeff') for k, _ in pairs]

@@ -21,7 +21,7 @@ ROLES = ('system', 'user', 'assistant', 'tool')
 # %% ../nbs/00a_rows.ipynb #8fd0c019
 def blank(text) -> bool:
     "Whether nothing in a text can be seen"
-    return not text or not any(c.isprintable() and not c.isspace() for c in text)
+    return not text or not (text[0] > ' ' and text[0].isprintable() or any(c.isprintable() and not c.isspace() for c in text)) # mostly the first character tells
 
 # %% ../nbs/00a_rows.ipynb #2d09824c
 def _joined(content): # -> text
@@ -76,6 +76,21 @@ def _tools(value): # -> JSON text, or None if there are none
     pairs = [_function(tool, 'a tool') for tool in value]
     return json.dumps([{'type': 'function', 'function': inner} if outer is inner else outer for outer, inner in pairs], ensure_ascii=False) if pairs else None
 
+# %% ../nbs/00a_rows.ipynb #e24b4f3e
+def _respelt(turn: dict) -> dict:
+    "ShareGPT's keys as ours, content as text, calls as JSON; a `name` is a tool's, elsewhere templates do not agree on it"
+    turn = {**turn, 'content': turn.get('content', turn.get('value'))}
+    if 'role' not in turn and 'from' in turn:
+        if turn['from'] not in (*SHAREGPT, *ROLES): raise ValueError(f".from is {named(turn['from'])}; allowed are {', '.join((*SHAREGPT, *ROLES))}")
+        turn['role'] = SHAREGPT.get(turn['from'], turn['from'])
+    for key, form in (('content', _joined), ('tool_calls', _calls)):
+        try: turn[key] = form(turn.get(key))
+        except ValueError as e: raise ValueError(f".{key}{'' if str(e)[0] == '[' else ' '}{e}") from None
+    if turn['tool_calls'] and turn.get('role') != 'assistant': raise ValueError('has tool_calls, but only an assistant can call')
+    if turn['content'] is None and not turn['tool_calls']: raise ValueError('.content is missing')
+    if turn.get('role') != 'tool': turn.pop('name', None)
+    return turn
+
 # %% ../nbs/00a_rows.ipynb #7f84ad92
 Tools = Annotated[str | None, BeforeValidator(_tools)]
 
@@ -84,28 +99,17 @@ class Turn(BaseModel):
     "One message of a conversation"
     model_config = ConfigDict(frozen=True)
     role: Literal[ROLES]
-    content: Annotated[str | None, BeforeValidator(_joined)] = None
+    content: str | None = None
     reasoning_content: str | None = None # what was thought before it, for templates that show it
-    tool_calls: Annotated[str | None, BeforeValidator(_calls)] = None # JSON
+    tool_calls: str | None = None # JSON
     tool_call_id: str | None = None # of the call that a tool answers
     name: str | None = None # of the tool that answers
 
     @model_validator(mode='before')
     @classmethod
-    def _spelling(cls, turn):
-        "ShareGPT's keys as ours; a `name` is a tool's, elsewhere templates do not agree on it"
-        if not isinstance(turn, dict): return turn
-        if 'role' not in turn and 'from' in turn:
-            if turn['from'] not in (*SHAREGPT, *ROLES): raise ValueError(f".from is {named(turn['from'])}; allowed are {', '.join((*SHAREGPT, *ROLES))}")
-            turn = {'role': SHAREGPT.get(turn['from'], turn['from']), **turn}
-        if 'content' not in turn and 'value' in turn: turn = {'content': turn['value'], **turn}
-        return turn if turn.get('role') == 'tool' or 'name' not in turn else {k: v for k, v in turn.items() if k != 'name'}
-
-    @model_validator(mode='after')
-    def _says_something(self):
-        if self.tool_calls and self.role != 'assistant': raise ValueError('has tool_calls, but only an assistant can call')
-        if self.content is None and not self.tool_calls: raise ValueError('.content is missing')
-        return self
+    def _spelling(cls, turn): # one call for the common turn, which is as it should be: a trace may have hundreds of thousands
+        if not isinstance(turn, dict) or (type(turn.get('content')) is str and 'role' in turn and 'tool_calls' not in turn and 'name' not in turn): return turn
+        return _respelt(turn)
 
 # %% ../nbs/00a_rows.ipynb #6ba72d83
 class SftRow(BaseModel):
@@ -121,9 +125,9 @@ class SftRow(BaseModel):
         if (self.messages is None) == (self.text is None): raise ValueError('needs either "messages" or "text"')
         if self.text is not None and blank(self.text): raise ValueError('"text" is empty')
         if self.messages is None: return self
-        if not any(m.role == 'assistant' for m in self.messages): raise ValueError(f'has no assistant turn{" (system turns only)" * (bool(self.messages) and all(m.role == "system" for m in self.messages))}, so there is nothing to learn')
+        if 'assistant' not in [m.role for m in self.messages]: raise ValueError(f'has no assistant turn{" (system turns only)" * (bool(self.messages) and all(m.role == "system" for m in self.messages))}, so there is nothing to learn')
         if self.messages[-1].role != 'assistant': raise ValueError(f'ends with a {self.messages[-1].role} turn; the last turn must be the assistant\'s answer')
-        if any(blank(m.content) and not m.tool_calls for m in self.messages if m.role == 'assistant'): raise ValueError('has an empty assistant turn')
+        if [m for m in self.messages if m.role == 'assistant' and blank(m.content) and not m.tool_calls]: raise ValueError('has an empty assistant turn')
         return self
 
 # %% ../nbs/00a_rows.ipynb #18bfdea9
