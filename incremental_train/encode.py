@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from .chat import CLOSE, OPEN, PROBE, ChatTokenizer, _raw_spans, check_messages
+from .chat import CLOSE, OPEN, PROBE, ChatTokenizer, _raw_spans, check_messages, shape
 from .config import Refused
 from .trace import DpoRow, KtoRow, Trace, TraceRefused, Turn, no_collection, parse_trace
 
@@ -57,6 +57,9 @@ def _tokenised(tokenizer, chat: Conversation): # -> (text, ids, place of each to
     "One tokenisation of the whole text; a token is trained if it overlaps an answer's span"
     raw, spans = _raw_spans(tokenizer, chat.messages, chat.tools)
     if chat.answers: spans = spans[-chat.answers:]
+    if len(spans) == 1 and not shape(tokenizer, chat.messages, chat.tools)[0]:
+        asked, (a, b) = tokenizer.asked(chat.messages[:-1], chat.tools), spans[0]
+        raw, spans = asked + raw[a:], [(len(asked), len(asked) + b - a)]
     ids, places = _cut(tokenizer, raw, spans)
     text = tokenizer.settle(raw)
     if len(text) != len(raw): spans = [(len(tokenizer.settle(raw[:a])), len(tokenizer.settle(raw[:b]))) for a, b in spans]
@@ -107,7 +110,7 @@ def _cut_last_user(tokenizer, chat: Conversation, max_length) -> Conversation: #
 # %% ../nbs/00b_encode.ipynb #5d30da73
 def _fit(tokenizer, chat: Conversation, max_length) -> tuple[Conversation, Encoded]: # (as it is trained, its encoding)
     "Encode a conversation, shortened if it has to be; raises `Refused` if its answer cannot fit"
-    check_messages(tokenizer, chat.messages, chat.tools)
+    check_messages(tokenizer, chat.messages, chat.tools, chat.answers == 1 or sum(m['role'] == 'assistant' for m in chat.messages) == 1)
     encoded = _encode_messages(tokenizer, chat)
     if len(encoded.ids) > max_length:
         chat = _cut_last_user(tokenizer, _drop_old_turns(tokenizer, chat, max_length), max_length)

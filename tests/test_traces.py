@@ -289,6 +289,22 @@ def test_a_broken_template(tmp_path):
         assert 'mycanary' not in str(e.value) and '(user, assistant)' in str(e.value)
 
 
+LATE_SYSTEM = """{%- if messages[0].role == 'system' %}{%- set system, rest = messages[0].content, messages[1:] %}{%- else %}{%- set rest = messages %}{%- endif %}{%- for m in rest %}{%- if m.role == 'user' %}{{- '<|im_start|>' + (system + '\n\n' if loop.last and system is defined else '') + m.content + '<|endoftext|>' }}{%- else %}{{- m.content + '<|im_end|>' }}{%- endif %}{%- endfor %}"""
+
+
+def test_a_template_that_asks_in_other_words(tmp_path):
+    "A system turn that is shown only while a question is open: a row with one answer is trained behind the question as it is asked; with two the system turn would be lost, and the row is refused"
+    t = ChatTokenizer(toy_tokenizer(tmp_path, LATE_SYSTEM))
+    system, more = {'role': 'system', 'content': 'Be brief.'}, chat('One?', 'two', 'Three?', 'four')['messages']
+    for rows, method in (([{'messages': [system, *more[:2]]}], 'sft'), ([{'prompt': [system, more[0]], 'completion': 'two', 'desirable': True}], 'kto'), ([{'prompt': [system, more[0]], 'chosen': 'two', 'rejected': 'three'}], 'dpo')):
+        row, = encode_trace(parse_trace(rows, method), t, 256)
+        asked = t.prompt_ids([system, more[0]])
+        for sequence in row.sequences: assert sequence.ids[:len(asked)] == asked and 'Be brief.' in t.chat.decode(asked) and sequence.labels[:len(asked)] == [-100] * len(asked)
+        assert t.chat.decode([l for l in row.sequences[0].labels if l != -100], skip_special_tokens=False) == 'two<|im_end|>'
+    with pytest.raises(Refused, match=r'line 1: messages.0. \(system\) would be lost'): encode_trace(parse_trace([{'messages': [system, *more]}]), t, 256)
+    assert encode_trace(parse_trace([{'messages': more}]), t, 256)[0].trained == len(t.ids('two<|im_end|>')) + len(t.ids('four<|im_end|>'))
+
+
 def test_text_that_looks_like_a_turn_where_turns_are_text(tmp_path):
     "A template without control tokens: what it writes between turns is refused in a row; that the model cannot learn to stop is said"
     t = ChatTokenizer(toy_tokenizer(tmp_path, "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST] ' if m.role == 'user' else m.content + '\n' }}{% endfor %}"))
