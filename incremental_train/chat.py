@@ -240,11 +240,11 @@ def answer_spans(tokenizer: ChatTokenizer,
 # %% ../nbs/00b_chat.ipynb #967977f6
 def hidden(tokenizer: ChatTokenizer, messages, tools=None) -> str: # '' if everything is shown; messages and tools: prepared
     "What of a conversation the template leaves out"
-    tagged = lambda f: {**f, 'function': {**f['function'], 'name': f"{PROBE}{f['function']['name']}"}}
-    if tools and tokenizer._render(messages, tools=list(map(tagged, tools))).count(PROBE) < len(tools): return 'tools'
-    for i, m in enumerate(messages):
-        if calls := m.get('tool_calls'):
-            if tokenizer._render([*messages[:i], {**m, 'tool_calls': list(map(tagged, calls))}, *messages[i + 1:]], tools=tools).count(PROBE) < len(calls): return f'messages[{i}].tool_calls'
+    tagged = lambda functions, tag: [{**f, 'function': {**f['function'], 'name': f"{PROBE}{tag}{PROBE}{f['function']['name']}"}} for f in functions]
+    calling = {i: m['tool_calls'] for i, m in enumerate(messages) if m.get('tool_calls')}
+    text = tokenizer._render([{**m, 'tool_calls': tagged(calling[i], i)} if i in calling else m for i, m in enumerate(messages)], tools=tagged(tools, 'tool') if tools else None)
+    if tools and text.count(f'{PROBE}tool{PROBE}') < len(tools): return 'tools'
+    if lost := [i for i, calls in calling.items() if text.count(f'{PROBE}{i}{PROBE}') < len(calls)]: return f'messages[{lost[0]}].tool_calls'
     thinks = [i for i, m in enumerate(messages) if m.get('reasoning_content')]
     if thinks and PROBE not in tokenizer._render([*messages[:thinks[-1]], {**messages[thinks[-1]], 'reasoning_content': PROBE}], tools=tools): return f'messages[{thinks[-1]}].reasoning_content'
     return ''

@@ -8,6 +8,7 @@ __all__ = ['PICTURES', 'Encoded', 'Conversation', 'end_ids', 'split', 'EncodedPa
 
 # %% ../nbs/00b_encode.ipynb #bd3bde01
 import re
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -87,12 +88,13 @@ def end_ids(tokenizer: ChatTokenizer) -> list[int]: # token ids at which an answ
 
 # %% ../nbs/00b_encode.ipynb #38a4a36b
 def _drop_old_turns(tokenizer, chat: Conversation, max_length) -> Conversation:
-    "Let whole old exchanges go until the row fits or one exchange is left"
-    first, kept = next(i for i, m in enumerate(chat.messages) if m['role'] != 'system'), chat
-    for i in (i for i, m in enumerate(chat.messages) if m['role'] == 'user' and i > first):
-        if len(_encode_messages(tokenizer, kept).ids) <= max_length: break
-        kept = replace(chat, messages=[*chat.messages[:first], *chat.messages[i:]])
-    return kept
+    "Let whole old exchanges go, as few as make the row fit, or all but one"
+    first = next(i for i, m in enumerate(chat.messages) if m['role'] != 'system')
+    starts = [i for i, m in enumerate(chat.messages) if m['role'] == 'user' and i > first]
+    starts = [i for i in starts if len(chat.messages) - i <= max_length] or starts[-1:] # a turn has a token at least
+    kept = lambda i: replace(chat, messages=[*chat.messages[:first], *chat.messages[i:]])
+    enough = bisect_left(starts, True, key=lambda i: len(_encode_messages(tokenizer, kept(i)).ids) <= max_length)
+    return kept(starts[min(enough, len(starts) - 1)]) if starts else chat
 
 # %% ../nbs/00b_encode.ipynb #e0304cf1
 def _cut_last_user(tokenizer, chat: Conversation, max_length) -> Conversation: # perhaps still too long
@@ -111,8 +113,8 @@ def _cut_last_user(tokenizer, chat: Conversation, max_length) -> Conversation: #
 def _fit(tokenizer, chat: Conversation, max_length) -> tuple[Conversation, Encoded]: # (as it is trained, its encoding)
     "Encode a conversation, shortened if it has to be; raises `Refused` if its answer cannot fit"
     check_messages(tokenizer, chat.messages, chat.tools, chat.answers == 1 or sum(m['role'] == 'assistant' for m in chat.messages) == 1)
-    encoded = _encode_messages(tokenizer, chat)
-    if len(encoded.ids) > max_length:
+    encoded = _encode_messages(tokenizer, chat) if len(chat.messages) <= max_length else None
+    if encoded is None or len(encoded.ids) > max_length:
         chat = _cut_last_user(tokenizer, _drop_old_turns(tokenizer, chat, max_length), max_length)
         encoded = replace(_encode_messages(tokenizer, chat), shortened=True)
     if len(encoded.ids) > max_length:
