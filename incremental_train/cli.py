@@ -235,10 +235,12 @@ def download(as_json: Json = False):
 
 # %% ../nbs/05a_cli.ipynb #c4a46b22
 @app.command()
-def xray(trace: Annotated[Path, typer.Argument(help='JSON or JSONL; - reads standard input')], row: Annotated[int, typer.Option(help='which row, from 1')] = 1, method: Method = 'sft', as_json: Json = False):
+def xray(trace: Annotated[Path, typer.Argument(help='JSON or JSONL; - reads standard input')], row: Annotated[int, typer.Option(help='which row, from 1')] = 1, method: Method = 'sft',
+         text: Annotated[bool, typer.Option('--text', help='show the rendered text as it is, without marks')] = False, as_json: Json = False):
     "Show a row token by token: what is trained stands between ⟦ and ⟧. Nothing is written."
     with _watching(as_json) as watch: ray = _session().xray(_source(trace), row, method, watch)
-    if as_json: return _show({'parts': {name: [{'text': text, 'trained': trained} for text, trained in tokens] for name, tokens in ray.parts.items()}, 'shortened': ray.shortened}, True)
+    if as_json: return _show(ray.data(), True)
+    if text: return print(ray.plain())
     print_xray(ray)
 
 # %% ../nbs/05a_cli.ipynb #37d25372

@@ -269,8 +269,7 @@ def answer(model, # a PeftModel
           ) -> str:
     "The model's greedy answer"
     import torch
-    text = tokenizer.render(messages, add_generation_prompt=True)
-    ids = torch.tensor([tokenizer.ids(text)], device=model.device)
+    ids = torch.tensor([tokenizer.prompt_ids(messages)], device=model.device)
     with torch.no_grad(), (nullcontext() if adapter else model.disable_adapter()):
         new = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=end_ids(tokenizer) or None, pad_token_id=tokenizer.eos_id)[0, ids.shape[1]:]
     return tokenizer.chat.decode(new.tolist(), skip_special_tokens=True).strip()

@@ -14,6 +14,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .config import Config, Refused, TrlOptions, allowed, is_folder
+from .reading import TraceRefused, json_values, text_of
 
 # %% ../nbs/00c_runfile.ipynb #fdafa779
 SETTINGS = {'seed': 'seed', 'threads': 'threads', 'max_tokens': 'max_length', 'rank': 'lora_r', 'alpha': 'lora_alpha', 'dropout': 'lora_dropout', 'targets': 'lora_target_modules',
@@ -162,7 +163,7 @@ def load_run(path, # of a TOML file
     "Read and check a run file; raises `RunFileError`"
     environ = os.environ if environ is None else environ
     def refuse(*faults): raise RunFileError(f"{path}: {'; '.join(dict.fromkeys(faults))}")
-    try: raw = tomllib.loads(Path(path).read_text(encoding='utf-8'))
+    try: raw = tomllib.loads(Path(path).read_text(encoding='utf-8-sig')) # some editors write a byte order mark
     except FileNotFoundError: refuse('the file must exist')
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, OSError) as e: refuse(f'the file must be TOML: {e}')
     try: keys = RunFile.model_validate(raw)
@@ -178,27 +179,21 @@ def load_run(path, # of a TOML file
     return Run(file=str(path), keys=keys, project=project_of(path), train=found['train'], val=found.get('val'), config=config)
 
 # %% ../nbs/00c_runfile.ipynb #8928296d
-def _lines(path) -> list[tuple[int, str, str]]: # (line number, text, content that is compared)
-    "The rows of a JSONL file; raises `Refused` and names every bad line"
-    try: text = Path(path).read_text(encoding='utf-8-sig')
-    except (OSError, UnicodeDecodeError) as e: raise Refused(f'{path} cannot be read: {e}') from None
-    rows, bad = [], []
-    for n, line in enumerate(text.split('\n'), 1):
-        if not line.strip(): continue
-        try: rows.append((n, line.strip(), json.dumps(json.loads(line), sort_keys=True)))
-        except ValueError: bad.append(n)
-    if bad: raise Refused(f"{path}: line {', '.join(map(str, bad[:20]))} must be JSON, one row per line")
-    return rows
+def _lines(path) -> list[tuple[str, str]]: # (a row as one line of JSON, content that is compared)
+    "The rows of a file, in whatever form a trace may have; raises `Refused` and names every bad line"
+    found = list(json_values(text_of(Path(path))))
+    if bad := [(n, str(v) if isinstance(v, ValueError) else 'must be a JSON object') for n, v in found if not isinstance(v, dict)]: raise Refused(f'{path}: {TraceRefused(bad)}')
+    return [(json.dumps(v, ensure_ascii=False), json.dumps(v, sort_keys=True)) for _, v in found]
 
 # %% ../nbs/00c_runfile.ipynb #4bf7c4b2
-def prepare(path, # a JSONL file
+def prepare(path, # rows of any method, as JSON or JSONL
             val: int = 100, # rows to set aside
             seed: int = 0,
             out='data/prepared' # the folder for train.jsonl and val.jsonl
            ) -> dict: # train, val, duplicates, and the two paths
     "Split a file at random, by seed"
     rows = _lines(path)
-    unique = list({content: line for _, line, content in reversed(rows)}.values())[::-1]
+    unique = list({content: line for line, content in reversed(rows)}.values())[::-1]
     if not 1 <= val < len(unique): raise Refused(f'--val must be between 1 and {len(unique) - 1}, since {path} has {len(unique)} different rows (found {val})')
     chosen = set(random.Random(seed).sample(range(len(unique)), val))
     parts = {'train': [r for i, r in enumerate(unique) if i not in chosen], 'val': [r for i, r in enumerate(unique) if i in chosen]}

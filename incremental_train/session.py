@@ -12,7 +12,7 @@ from datetime import date
 from .bucket import open_store
 from .config import Config, Refused, load_config
 from .drain import checked_base, drain, ready, sync
-from .encode import ChatTokenizer, encode_trace, xray
+from .encode import ChatTokenizer, read_trace, xray
 from .evaluate import evaluate
 from .history import branch, diff, history, keep, undo, when
 from .model import Base, answer, find_base
@@ -98,8 +98,7 @@ def submit(session: Session,
            watch=lambda event: None
           ) -> dict: # id, method, rows, steps, position, notices
     "Queue a trace; raises `Refused` and queues nothing if a single row is bad. A retry under the same id is not trained twice"
-    trace = parse_trace(source, method)
-    rows = encode_trace(trace, session.tokenizer(watch), session.config.max_length)
+    trace, rows = read_trace(source, method, session.tokenizer(watch), session.config.max_length)
     reply = dict(id=id, method=method, rows=len(rows), steps=n_steps(len(rows), session.config.grad_accum))
     if id and (done := _trained(session, trace, id)):
         if done[-1] not in _trained(session, trace): raise Refused(f"a job {id!r} with other rows was trained, in commit {done[-1]['commit']}; give another id")
