@@ -5,8 +5,6 @@ import random
 import resource
 import tempfile
 import time
-from pathlib import Path
-
 from incremental_train.chat import ChatTokenizer
 from incremental_train.encode import encode
 from incremental_train.model import find_base

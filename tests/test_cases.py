@@ -4,10 +4,8 @@ import gc
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
 import sys
 import threading
 import warnings
@@ -323,7 +321,7 @@ def test_D16_plan_large_vocab(toy, tmp_path, monkeypatch):
     assert large.train.longest == 320 and line(large) / line(small) == pytest.approx(151936 / 49152, rel=0.03)
     loaded, plan = planned(151936, 'trl') # TRL's head on a CPU scores every position, in tiles of 32,768 tokens of the vocabulary: its line does not grow beyond that, and is more than a whole copy
     assert line(plan) * 1e6 >= 8 * 320 * 151936 * 4
-    monkeypatch.setattr('incremental_train.run.free_mb', lambda: 1000.0)
+    monkeypatch.setattr('incremental_train.planning.free_mb', lambda: 1000.0)
     session = Session(loaded.config)
     with pytest.raises(Refused) as e: session.run(loaded)
     assert f'{plan.peak_mb:,.0f}' in str(e.value) and '1,000 are free' in str(e.value) and session.store.list() == [] and session._state is None
