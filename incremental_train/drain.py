@@ -95,7 +95,7 @@ def ready(session, watch):
     config, experiment = session.config, session.experiment()
     session.store.say = watch # what waits for a network says so
     if experiment: _insist(experiment, _settings_of(config))
-    base, prints = checked_base(session, watch)
+    base, prints = session._checked or checked_base(session, watch) # once per process: what is resident does not change
     import torch # not earlier: what is refused should be refused at once
     from transformers import AutoTokenizer
     from incremental_train.state import State
@@ -105,6 +105,7 @@ def ready(session, watch):
     if session._state is None:
         watch(f'loading {config.model_id} ({dtype} on {device})')
         model = add_adapter(load_base(base, 'float32' if dtype == 'float16' else dtype, device), config, config.model_id, base.revision)
+        session._checked = base, prints
         session._state = State(model, AutoTokenizer.from_pretrained(base.folder, local_files_only=True), config)
     here = dict(versions=_versions(), device=device, dtype=dtype, threads=torch.get_num_threads())
     if experiment is None:

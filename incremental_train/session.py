@@ -34,7 +34,7 @@ class Session:
         self.store = open_store(self.config.bucket_id, self.config.experiment)
         self.queue = Queue(self.store if self.config.queue_persist else None)
         self.lock = threading.RLock() # one user of the model at a time
-        self._base = self._state = self._tokenizer = self._experiment = None
+        self._base = self._state = self._tokenizer = self._experiment = self._checked = None
         self._at = self._seen = self._pending = None # the resident commit, the last one looked at, the one being written
         self._stop = threading.Event()
 

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-import sys
 import threading
 import warnings
 import weakref
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from drains import finish, outcome, start, submit as submit_jobs, wait_for_commit
-from rows import chat, pairs, thumbs, tickets
+from rows import chat, pairs, thumbs
 from safetensors.torch import load
 
 from incremental_train.chat import ChatTokenizer
