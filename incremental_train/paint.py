@@ -146,8 +146,8 @@ def _run_shapes(name, train, val, color, path, x, y) -> list[str]: # SVG
 def _curve_words(series) -> str:
     "A curve in words"
     name, train, val = series
-    last = lambda pairs, what: f'{what} {pairs[-1][1]:.4f} at step {pairs[-1][0]}'
-    return f'{name}: ' + ', '.join([last(train, 'training loss (thin: raw, thick: smoothed)')] * bool(train) + [last(val, 'validation loss (dashed)')] * bool(val))
+    lines = {'training loss (thin: raw, thick: smoothed)': train, 'validation loss (dashed)': val}
+    return f'{name}: ' + ', '.join(f'{what} {pairs[-1][1]:.4f} at step {pairs[-1][0]}' for what, pairs in lines.items() if pairs)
 
 # %% ../nbs/05_paint.ipynb #31de8450
 def loading_html(standing: dict, # as `Session.status` gives it
