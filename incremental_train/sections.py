@@ -37,12 +37,12 @@ def shown(mark: str) -> W.HTML:
 
 # %% ../nbs/05_sections.ipynb #80bb77ea
 def choose(menu, options):
-    "Give a menu its options and keep the choice where it is still there; nothing is sent if nothing changed"
+    "Give a menu its options and keep the choice where it is still there, else take the first; nothing is sent if nothing changed"
     options = tuple(options)
     if tuple(menu.options) == options: return
     before = menu.value
     menu.options = options
-    if before in [o[1] for o in options]: menu.value = before
+    menu.value = before if before in [o[1] for o in options] else options[0][1] if options else None
 
 # %% ../nbs/05_sections.ipynb #d627d750
 def uploaded(file: W.FileUpload) -> bytes | None: # None: there is none
@@ -185,13 +185,13 @@ class ProgressBox:
         self.drawn = state
         self.curve.value = loss_svg(course)
         val = list(course.val)
-        self.validations.value = block(table(('step', 'validation loss'), [(s, f'{l:.4f}' + ' (best)' * (l == min(v for _, v in val))) for s, l in val[-30:]], 'Validations')) if val else ''
+        self.validations.value = block(table(('step', 'validation loss'), [(s, f'{l:.4f}' + ' (best)' * (l == min(v for _, v in val))) for s, l in val[-20:]], 'Validations')) if val else ''
         self.notes.value = block(lines(list(course.notes)[-12:]))
 
 # %% ../nbs/05_sections.ipynb #a02294e8
 class HistoryBox:
     "What was trained, going back, and where the adapter is"
-    most = 60 # entries that are shown
+    most = 40 # entries that are shown
     def __init__(self, panel):
         self.panel = panel
         self.list, self.where, self.settings = shown('history'), shown('where'), shown('settings')

@@ -1,5 +1,6 @@
 "The panel without a kernel: every control and state, the test is the clock; on ipywidgets 8 and, in a process of its own, on 7.7.1"
 import asyncio
+import html
 import json
 import os
 import re
@@ -7,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import datetime
+from pathlib import Path
 
 import ipywidgets as W
 import pytest
@@ -37,10 +40,13 @@ def every(widget):
     for child in getattr(widget, 'children', ()): yield from every(child)
 
 
-def state_size(panel): return len(json.dumps({w.model_id or id(w): {k: str(v) for k, v in w.get_state().items()} for w in every(panel.box)}))
+def state_size(panel):
+    "Characters of the state that a saved notebook would hold, layouts and styles included"
+    widgets = {v.model_id: v for w in every(panel.box) for v in (w, w.layout, getattr(w, 'style', w.layout))}
+    return len(json.dumps({id: w.get_state() for id, w in widgets.items()}, default=str))
 
 
-def plain(html): return re.sub(r'<[^>]*>', ' ', html)
+def plain(text): return html.unescape(re.sub(r'<[^>]*>', ' ', text))
 
 
 def submit(panel, rows, method='sft'):
@@ -98,7 +104,7 @@ def upload(panel, data):
     "What the front end sends for a chosen file"
     file = panel.submit.file
     if WIDGETS == 7: file.set_state({'metadata': [{'name': 't.jsonl', 'size': len(data), 'type': '', 'lastModified': 0}], 'data': [memoryview(data)], '_counter': 1})
-    else: file.value = ({'name': 't.jsonl', 'size': len(data), 'type': '', 'last_modified': __import__('datetime').datetime.now(), 'content': memoryview(data)},)
+    else: file.value = ({'name': 't.jsonl', 'size': len(data), 'type': '', 'last_modified': datetime.now(), 'content': memoryview(data)},)
 
 
 @pytest.mark.parametrize('way', ['text', 'file', 'path'])
@@ -110,10 +116,10 @@ def test_submitted_rows_leave_the_page(panel, tmp_path, way):
     if way == 'path': panel.submit.path.value = str(tmp_path/'t.jsonl')
     assert '3 rows = 2 steps' in panel.submit.count.value
     panel.submit.look.click()
-    assert 'secret' in panel.submit.xray.value
+    assert 'secret' in panel.submit.xray.value.replace('|', '')
     panel.submit.submit.click()
     assert 'Queued 3 rows' in panel.status.value and '2 steps, place 1' in panel.status.value and 'a restart of this process loses the job' in panel.status.value
-    assert 'secret' not in str([w.get_state() for w in every(panel.box)]) and 't.jsonl' not in str([w.get_state() for w in every(panel.box)])
+    assert 'secret' not in str([w.get_state() for w in every(panel.box)]).replace('|', '') and 't.jsonl' not in str([w.get_state() for w in every(panel.box)])
     panel.submit.submit.click() # the second half of a double click, or of a nervous one
     assert len(panel.session.queue) == 1 and 'Queued 3 rows' in panel.status.value
 
@@ -189,7 +195,7 @@ def test_stop_before_the_first_step_is_not_lost(panel):
 
 def test_the_adapter_is_the_command_lines(settings, tmp_path):
     "Stopped and gone on with in the panel, drained whole on the command line: the same bytes"
-    def adapter(config): return next((p/'adapter_model.safetensors').read_bytes() for p in sorted(__import__('pathlib').Path(config.bucket_id).glob('checkpoint-5-*')))
+    def adapter(config): return next(Path(config.bucket_id).glob('checkpoint-5-*/adapter_model.safetensors')).read_bytes()
     one = settings(grad_accum=2, bucket_id=str(tmp_path/'one'))
     panel = ui.Panel(Session(one), spawn=at_once)
     submit(panel, tickets(9))
@@ -350,7 +356,7 @@ def test_no_fault_is_swallowed(panel, monkeypatch):
 def test_texts_from_outside_are_escaped(panel):
     panel.submit.text.value = jsonl([chat('<img src=x onerror=alert(1)>', '</pre><script>x</script>')])
     panel.submit.look.click()
-    assert not any('<img' in w.value or '<script' in w.value for w in every(panel.box) if isinstance(w, W.HTML)) and '&lt;img' in panel.submit.xray.value
+    assert not any('<img' in w.value or '<script' in w.value for w in every(panel.box) if isinstance(w, W.HTML)) and '&lt;img' in panel.submit.xray.value.replace('|', '')
 
 
 def test_every_control_has_a_name_and_none_is_told_by_colour_alone(panel):
@@ -367,21 +373,20 @@ def test_a_tick_is_quick_quiet_and_small(panel):
     "Over 10,000 rows of a log; a tick that finds nothing new sends nothing"
     submit(panel, tickets(4))
     panel.queue.train.click()
+    submit(panel, [chat(f'Where is parcel {i}?', 'delivery') for i in range(40)])
+    panel.submit.text.value = jsonl(tickets(4))
+    panel.submit.look.click()
     panel.work.ledger[:] = panel.work.ledger * 500
     panel.work.course.train[:] = [(n, 2 + (n % 7) / 9) for n in range(1, 10_001)]
     panel.work.course.val[:] = [(n, 2 + (n % 7) / 9) for n in range(50, 10_001, 50)]
-    submit(panel, [chat(f'Where is parcel {i}?', 'delivery') for i in range(40)])
-    panel.submit.text.value = jsonl(tickets(4)); panel.submit.look.click()
     begin = time.perf_counter()
     panel.tick()
-    first = time.perf_counter() - begin
-    size = state_size(panel)
-    sent = []
-    for w in every(panel.box): w.observe(lambda change: sent.append(change), W.Widget.trait_names(w)[:0] or ['value', 'options', 'disabled'] if isinstance(w, W.Dropdown) else ['value'] if hasattr(w, 'value') else ['disabled'])
+    first, sent = time.perf_counter() - begin, []
+    for w in every(panel.box): w.observe(sent.append)
     begin = time.perf_counter()
     panel.tick()
-    print(f'tick with 10,000 new rows {first * 1000:.0f} ms, with none {(time.perf_counter() - begin) * 1000:.0f} ms; widget state {size:,} characters')
-    assert not sent and size < 60_000 and 'queue: training loss' in panel.progress.curve.value
+    print(f'tick with 10,000 new rows {first * 1000:.0f} ms, with none {(time.perf_counter() - begin) * 1000:.0f} ms; widget state {state_size(panel):,} characters')
+    assert not sent and state_size(panel) < 60_000 and 'at step 10000' in panel.progress.curve.value
 
 
 def test_watch_paints_from_a_cell_and_interrupting_it_is_stop(panel, monkeypatch):
@@ -390,7 +395,7 @@ def test_watch_paints_from_a_cell_and_interrupting_it_is_stop(panel, monkeypatch
     panel.queue.train.click()
     ticks = []
     def sleep(seconds):
-        time._sleep(0.01) if hasattr(time, '_sleep') else threading.Event().wait(0.01)
+        threading.Event().wait(0.01)
         ticks.append(seconds)
         if panel.work.course and panel.work.course.made >= 1 and not panel.work.lane.stopping: raise KeyboardInterrupt
     monkeypatch.setattr(ui.time, 'sleep', sleep)
