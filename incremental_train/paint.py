@@ -139,7 +139,8 @@ def _run_shapes(name, train, val, color, path, x, y) -> list[str]: # SVG
     "The three lines of one run: thin, thick, dashed with dots"
     line = lambda pairs, more, what: f'<polyline fill="none" stroke="{color}" {more} points="{path(pairs)}"><title>{html.escape(name)}: {what}</title></polyline>' if pairs else ''
     smooth = list(zip([s for s, _ in train], smoothed([l for _, l in train])))
-    dots = [f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="3.5" fill="{color}"/>' for a, b in thin([*val, *train] if len(train) == 1 else val)] # one step alone makes no line
+    marked = train if len(train) == 1 else val if len(val) <= 40 else () # one step alone makes no line; many validations are one
+    dots = [f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="3.5" fill="{color}"/>' for a, b in marked]
     return [line(train, 'opacity=".45"', 'training'), line(smooth, 'stroke-width="2"', 'training, smoothed'), line(val, 'stroke-dasharray="6 4"', 'validation'), *dots]
 
 # %% ../nbs/05_paint.ipynb #40200256
