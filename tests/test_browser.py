@@ -41,7 +41,7 @@ def flow(tmp_path, settings, trace, stop_after, question, theme=()):
         page.get_by_role('textbox', name='Rows', exact=True).fill('\n'.join(trace))
         says(page, 'count', f'{len(trace):,} rows')
         page.get_by_role('button', name='Look', exact=True).click()
-        says(page, 'plan', f'{len(trace)} rows', 120)
+        says(page, 'plan', f'{len(trace):,} rows', 120)
         expect(page.locator('.it-xray mark').first).to_contain_text('⟦')
         shot(page, '1-look')
         page.get_by_role('button', name='1 Submit to queue').click()

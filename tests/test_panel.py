@@ -13,6 +13,7 @@ from pathlib import Path
 
 import ipywidgets as W
 import pytest
+from ipywidgets.embed import dependency_state, embed_data
 from rows import MAKE, chat, tickets
 
 from incremental_train import ui
@@ -41,9 +42,8 @@ def every(widget):
 
 
 def state_size(panel):
-    "Characters of the state that a saved notebook would hold, layouts and styles included"
-    widgets = {v.model_id: v for w in every(panel.box) for v in (w, w.layout, getattr(w, 'style', w.layout))}
-    return len(json.dumps({id: w.get_state() for id, w in widgets.items()}, default=str))
+    "Characters of the state that a saved notebook holds, layouts and styles included, defaults left out as the front end does"
+    return len(json.dumps(embed_data(views=[panel.box], state=dependency_state([panel.box]))))
 
 
 def plain(text): return html.unescape(re.sub(r'<[^>]*>', ' ', text))
