@@ -62,7 +62,7 @@ class SubmitBox:
     def __init__(self, panel):
         self.panel, self.ray, self.planned, self.queued, self.counted = panel, None, None, None, 0
         G = panel.session.config.grad_accum
-        self.method = control(W.Dropdown, 'method', 'auto', options=[(m.upper(), m) for m in METHODS], description='Method')
+        self.method = control(W.Dropdown, 'method', 'max-content', options=[(m.upper(), m) for m in METHODS], description='Method')
         self.text = control(W.Textarea, 'text', description='Rows', placeholder=f'Paste a JSON array, or one JSON object per line; {G} rows make a step', rows=6)
         self.file = control(W.FileUpload, 'file', 'auto', description='or a file', accept='.json,.jsonl', multiple=False)
         self.path = control(W.Text, 'path', '60%', description='or a path', placeholder='a file on the machine that trains', continuous_update=False)

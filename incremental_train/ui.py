@@ -56,7 +56,7 @@ class Panel:
         self.tick()
 
     def button(self, text, mark, action, tip, **traits) -> W.Button:
-        made = control(W.Button, mark, 'auto', description=text, tooltip=tip, **traits)
+        made = control(W.Button, mark, 'max-content', description=text, tooltip=tip, **traits)
         made.on_click(self.guarded(action))
         return made
 
