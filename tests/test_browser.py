@@ -105,6 +105,7 @@ def keyboard(page):
     assert order == ['it-method', 'it-text', 'it-file', 'it-path', 'it-row', 'it-look', 'it-submit'], seen
 
 
+@pytest.mark.slow # about two minutes each
 @pytest.mark.parametrize('theme', ['light', 'dark'])
 def test_a_person_trains_in_jupyterlab(toy, tmp_path, theme, monkeypatch):
     "On the toy model"

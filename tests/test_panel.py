@@ -419,6 +419,7 @@ def test_the_clock_is_the_kernels_loop(settings):
     asyncio.run(notebook())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(WIDGETS == 7, reason='this is the other line')
 def test_all_of_this_on_ipywidgets_7(tmp_path):
     subprocess.run([sys.executable, '-m', 'pip', 'install', '-q', '--no-deps', '--target', str(tmp_path/'overlay'), 'ipywidgets==7.7.1', 'ipython_genutils==0.2.0'], check=True, capture_output=True)
