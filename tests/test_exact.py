@@ -12,7 +12,7 @@ from rows import MAKE, tickets
 
 from incremental_train.config import load_config
 from incremental_train.session import Session
-from incremental_train.store import tip
+from incremental_train.store import newest
 
 SIZES = [[('sft', 5), ('sft', 3), ('dpo', 5), ('dpo', 1), ('kto', 5)], [('sft', 2), ('dpo', 6), ('dpo', 3), ('kto', 1), ('kto', 7)]] # two days; the second one's SFT moves the reference
 DAYS = [[(method, MAKE[method](n, start=100 * day + 10 * i)) for i, (method, n) in enumerate(sizes)] for day, sizes in enumerate(SIZES)]
@@ -114,7 +114,7 @@ def killed_rounds(settings_of, attempt, kills_wanted, attempts=150):
             if code == 0: return
             session.queue.refresh()
             due = next(iter(session.queue), None)
-            kills.append('before the first commit' if not tip(session.store) else due.method if due else 'after the last')
+            kills.append('before the first commit' if not newest(session.store)[0] else due.method if due else 'after the last')
         raise AssertionError('too many attempts')
     while len(kills) < kills_wanted:
         rounds.append(settings_of(len(rounds)))
