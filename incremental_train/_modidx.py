@@ -343,6 +343,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'incremental_train.drain._training_settings': ( 'drain.html#_training_settings',
                                                                                          'incremental_train/drain.py'),
                                          'incremental_train.drain._versions': ('drain.html#_versions', 'incremental_train/drain.py'),
+                                         'incremental_train.drain._write_and_sweep': ( 'drain.html#_write_and_sweep',
+                                                                                       'incremental_train/drain.py'),
                                          'incremental_train.drain.checked_base': ('drain.html#checked_base', 'incremental_train/drain.py'),
                                          'incremental_train.drain.choose_engine': ( 'drain.html#choose_engine',
                                                                                     'incremental_train/drain.py'),

@@ -198,6 +198,12 @@ class Drained:
 # %% ../nbs/04b_drain.ipynb #94a6c3cd
 _writer = ThreadPoolExecutor(1, thread_name_prefix='commit')
 
+# %% ../nbs/04b_drain.ipynb #df974b57
+def _write_and_sweep(store, new, keep: int, pinned):
+    "What goes on beside the next job"
+    write(store, new)
+    sweep(store, new, keep, pinned)
+
 # %% ../nbs/04b_drain.ipynb #b1907b2d
 def settle(session):
     "Wait for the commit that is being written, and acknowledge its job; raises what went wrong with it"
@@ -211,7 +217,7 @@ def commit_job(session,
                receipt: Receipt,
                open: bool, # whether the job has rows left
                more={}, # what the commit says besides, or instead; JSON
-               acknowledge=None # called with the commit once it stands; given, writing overlaps with what comes next, and `settle` waits for it
+               acknowledge=None # called once the commit stands; given, writing overlaps with what comes next, and `settle` waits for it
               ):
     "Write the state with the job's receipt, whole or not at all; the end of an SFT job moves the reference"
     from incremental_train.state import move_reference, state_files
@@ -229,7 +235,7 @@ def commit_job(session,
         if (base.folder/name).exists(): files[name] = (base.folder/name).read_bytes()
     files['chat_template.jinja'] = session.tokenizer().template.encode()
     new = draft(session._at, files, body)
-    if acknowledge: session._pending = _writer.submit(write, session.store, new), receipt.id, lambda: acknowledge(new)
+    if acknowledge: session._pending = _writer.submit(_write_and_sweep, session.store, new, session.config.keep_checkpoints, pinned(session)), receipt.id, acknowledge
     else: write(session.store, new)
     session._at = new
 
@@ -260,9 +266,8 @@ def _train_job(session, job, receipt, clock, watch, done) -> bool: # whether it 
     train(session._state, job.method, rows[receipt.trained_rows:], on_step)
     if receipt.trained_rows < len(rows): return False
     if config.measure_after: receipt.loss_after = mean_loss(session._state, job.method, rows)
-    def acknowledge(new):
+    def acknowledge():
         session.queue.remove(job.id)
-        sweep(session.store, new, config.keep_checkpoints, pinned(session))
         done.receipts.append(receipt); watch(receipt)
     commit_job(session, receipt, open=False, acknowledge=acknowledge)
     return True
