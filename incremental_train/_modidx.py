@@ -159,6 +159,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'incremental_train.cli': { 'incremental_train.cli._cell': ('cli.html#_cell', 'incremental_train/cli.py'),
                                        'incremental_train.cli._interruptible': ('cli.html#_interruptible', 'incremental_train/cli.py'),
                                        'incremental_train.cli._missing': ('cli.html#_missing', 'incremental_train/cli.py'),
+                                       'incremental_train.cli._quiet': ('cli.html#_quiet', 'incremental_train/cli.py'),
                                        'incremental_train.cli._run_or_trace': ('cli.html#_run_or_trace', 'incremental_train/cli.py'),
                                        'incremental_train.cli._session': ('cli.html#_session', 'incremental_train/cli.py'),
                                        'incremental_train.cli._show': ('cli.html#_show', 'incremental_train/cli.py'),

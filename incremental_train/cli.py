@@ -29,10 +29,15 @@ Json = Annotated[bool, typer.Option('--json', help='print one JSON object')]
 Method = Annotated[str, typer.Option(help=', '.join(METHODS))]
 
 # %% ../nbs/05a_cli.ipynb #8b742248
-def _session(config=None):
-    "A session on the environment's settings, or a run's; imported here so that `--help` is quick"
+def _quiet():
+    "No telemetry, and progress bars only where a person looks; before huggingface_hub is imported"
     os.environ.setdefault('HF_HUB_DISABLE_TELEMETRY', '1')
     if '--json' in sys.argv or not sys.stderr.isatty(): os.environ.setdefault('HF_HUB_DISABLE_PROGRESS_BARS', '1')
+
+# %% ../nbs/05a_cli.ipynb #c7c14398
+def _session(config=None):
+    "A session on the environment's settings, or a run's; imported here so that `--help` is quick"
+    _quiet()
     from incremental_train.session import Session
     return Session(config or load_config())
 
@@ -215,7 +220,7 @@ def diff(a: Annotated[str, typer.Argument(help='a step, an experiment, or experi
 @app.command()
 def doctor(as_json: Json = False):
     "Try everything that a run needs, and say what would stop it. Exit status 1 if something would."
-    os.environ.setdefault('HF_HUB_DISABLE_TELEMETRY', '1')
+    _quiet()
     from incremental_train.doctor import doctor as examine
     checks = examine()
     _show(checks, as_json, checks.summary())

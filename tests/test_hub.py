@@ -111,6 +111,18 @@ def test_each_refusal_has_its_own_line(hub, tmp_path):
     assert len(said) == 6 and 'None' not in ''.join(said)
 
 
+def test_the_doctor_tells_them_apart(hub, tmp_path):
+    "Exit status 1 and the way out for each kind of refusal, with the page to open; 0 when the Hub answers; nothing of an experiment is written"
+    place = Place(tmp_path, hub.url)
+    for why, words in [('no token', 'HF_TOKEN'), ('gated', f'{hub.url}/acme/toy'), ('no repository', 'MODEL_ID'), ('no revision', 'v9'), (None, 'config and tokenizer are here')]:
+        hub.refuse = why
+        place.run('doctor', '--json', **({'MODEL_REVISION': 'v9'} if why == 'no revision' else {}))
+        checks = json.loads(place.out)
+        model = next(c for c in checks['checks'] if c['what'] == 'base model')
+        assert (place.code, checks['stops'], model['state']) == ((1, True, 'stops') if why else (0, False, 'fine')) and words in model['found'], checks
+    assert not [p for p in place.files() if p.name != 'lease.json']
+
+
 def test_no_hub_at_all(tmp_path):
     "Nothing listens there: one line with the way out, at once, and nothing is queued"
     place, begin = Place(tmp_path, 'http://127.0.0.1:9'), time.monotonic()
