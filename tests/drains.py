@@ -32,11 +32,11 @@ def noise():
         if torch.rand(1) < 0.01: torch.manual_seed(7)
 
 
-def drain(settings, max_seconds=None, die=None, noisy=False):
+def drain(settings, max_seconds=None, die=None, noisy=False, wait=False):
     "One drain, in whatever process calls this"
     if die: die_at(die)
     if noisy: threading.Thread(target=noise, daemon=True).start()
-    done = Session(load_config({}, **settings)).drain(max_seconds)
+    done = Session(load_config({}, **settings)).drain(max_seconds, wait=wait)
     assert not done.failed, done.failed
 
 

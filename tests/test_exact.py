@@ -145,10 +145,10 @@ def test_killed_inside_commits(bucket, undisturbed):
 
 
 def test_two_drains_at_once(bucket, undisturbed):
-    "Two processes on one bucket: the loser of a race loads the winner's state, and every job counts once"
+    "Two processes on one bucket: one waits for the other, then takes what is left; without leases: test_lease.py"
     settings = bucket()
     def both(session):
-        processes = [start(settings), start(settings)]
+        processes = [start(settings, wait=True), start(settings, wait=True)]
         assert [finish(p) for p in processes] == [0, 0]
     two_days(settings, both)
     assert outcome(settings) == undisturbed[0]
