@@ -101,7 +101,7 @@ class FolderStore:
 # %% ../nbs/03b_bucket.ipynb #f4a1cea9
 class Unreachable(OSError):
     "A store that did not answer, or would not; says nothing about what it holds"
-    def __init__(self, store, error):
+    def __init__(self, error):
         super().__init__(_plain(error))
         self.strerror = self.args[0] # what a person is told, as for every OSError
 
@@ -125,7 +125,7 @@ def _patiently(store, action, passing, # error -> whether another try may help
         try: return action()
         except (Refused, Unreachable): raise
         except Exception as e: # libraries raise what they like; none of it means that a file is damaged
-            if wait is None or not passing(e): raise Unreachable(store, e) from None
+            if wait is None or not passing(e): raise Unreachable(e) from None
             store.say(f'{store}: {_plain(e)[:160]}; trying again in {wait:g} s')
             time.sleep(wait)
 

@@ -19,7 +19,6 @@ from .record import Ledger
 from .runfile import load_run
 from .runs import Record
 from .session import Session
-from .store import checkout
 
 # %% ../nbs/05_course.ipynb #25e87531
 _numbers = itertools.count()
@@ -189,7 +188,7 @@ class Work:
 
     def _drain(self):
         session, course = self.session, self.course
-        before = {e['id']: e['trained_rows'] for e in checkout(session.store).commit.body.get('open') or []}
+        before = {e['id']: e['trained_rows'] for e in session.at().commit.body.get('open') or []}
         def rows_left(job): return 0 if job.id in course.dropped else len(job.trace.rows) - before.get(job.id, 0) - course.rows.get(job.id, 0)
         course.steps_left = lambda: sum(n_steps(rows_left(job), session.config.grad_accum) for job in session.queue)
         done = session.drain(watch=self._watch)
@@ -206,7 +205,7 @@ class Work:
 
     def ask(self, prompt, max_new_tokens, spawn=in_thread) -> bool: # False: something is being done already
         "One question to base model and adapter"
-        def work(): self.answer = self.session.chat(prompt, max_new_tokens) | {'max_new_tokens': max_new_tokens, 'step': checkout(self.session.store).commit.step}
+        def work(): self.answer = self.session.chat(prompt, max_new_tokens) | {'max_new_tokens': max_new_tokens, 'step': self.session.at().commit.step}
         return self.lane.start('Asking base model and adapter', work, spawn)
 
     def change(self, doing, work, spawn=in_thread) -> bool: # False: something is being done already

@@ -6,14 +6,14 @@
 __all__ = ['Check', 'Checks', 'doctor']
 
 # %% ../nbs/04c_doctor.ipynb #695759d3
-import os, platform, shutil, time, uuid
+import os, platform, time, uuid
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from .bucket import FolderStore, probe
 from .config import Refused, load_config
-from .drain import free_mb
+from .drain import free_disk_mb, free_mb
 from .lease import held_by, holder
 from .model import cache_folder, find_device
 from .session import Session
@@ -65,11 +65,9 @@ def _bucket(store) -> Check:
 def _disk(folder: Path, what: str, needed: float # GB
          ) -> Check:
     "Room where something will be written"
-    at = folder.expanduser().absolute()
-    while not at.exists(): at = at.parent
-    free = shutil.disk_usage(at).free / 1e9
-    if free < needed: return Check('disk', 'stops', f'{free:.1f} GB free for {what} at {at}, {needed:g} GB are needed; free some, or put it elsewhere')
-    return Check('disk', 'fine', f'{free:.1f} GB free for {what} at {at}')
+    free = free_disk_mb(folder) / 1e3
+    if free < needed: return Check('disk', 'stops', f'{free:.1f} GB free for {what} at {folder}, {needed:g} GB are needed; free some, or put it elsewhere')
+    return Check('disk', 'fine', f'{free:.1f} GB free for {what} at {folder}')
 
 # %% ../nbs/04c_doctor.ipynb #67ec0f72
 def _model(session) -> Check:

@@ -148,7 +148,7 @@ def _named(session, name): # -> (experiment, store, version)
     store = session.store if experiment == session.config.experiment else open_store(session.config.bucket_id, experiment)
     store.exclusive = session.store.exclusive
     if store.get('experiment.json') is None: raise Refused(f'there is no experiment {experiment!r} in this bucket')
-    now = checkout(store).commit
+    now = (session.at() if store is session.store else checkout(store)).commit
     return experiment, store, find_version(store, now, int(m[2])) if m[2] else now
 
 # %% ../nbs/04b_history.ipynb #e79f3ce6

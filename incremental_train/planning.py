@@ -6,11 +6,10 @@
 __all__ = ['encoded_rows', 'make_plan', 'plan', 'rows_of_run', 'schedule_of', 'changes']
 
 # %% ../nbs/04b_planning.ipynb #5d8ff88c
-import shutil
 from pathlib import Path
 
 from .config import Refused
-from .drain import free_mb
+from .drain import free_disk_mb, free_mb
 from .encode import encode_trace
 from .plan import BUDGET, Plan, Schedule, Tokens, count_params
 from .runfile import Run
@@ -29,13 +28,6 @@ def _tokens(rows) -> Tokens:
     return Tokens(sum(lengths), max(lengths, default=0), sum(r.shortened for r in rows))
 
 # %% ../nbs/04b_planning.ipynb #f844c3ce
-def _free_disk_mb(session) -> float: # MB
-    "What is left where the checkpoints go"
-    at = getattr(session.store, 'root', Path.cwd())
-    while not at.exists(): at = at.parent
-    return shutil.disk_usage(at).free / 1e6
-
-# %% ../nbs/04b_planning.ipynb #d3962b5b
 def make_plan(session,
               name: str,
               method: str,
@@ -56,7 +48,7 @@ def make_plan(session,
     tokenizer_bytes = sum((base.folder/f).stat().st_size for f in ('tokenizer.json', 'tokenizer_config.json') if (base.folder/f).exists())
     kept = min(len(schedule.checkpoints), max(2, config.keep_checkpoints)) + 1 # one more while the next is written
     return Plan(name, method, schedule, config, _tokens(rows), _tokens(val), trainable, parameters, parts, pace.peak_mb or sum(parts.values()), seconds_of(pace, config, method, schedule, rows, val, engine, budget),
-                kept * (16 * trainable + tokenizer_bytes) / 1e6, free_mb(), _free_disk_mb(session), config.threads or torch.get_num_threads(), engine=engine, budget=budget if engine == 'packed' else None,
+                kept * (16 * trainable + tokenizer_bytes) / 1e6, free_mb(), free_disk_mb(getattr(session.store, 'root', Path.cwd())), config.threads or torch.get_num_threads(), engine=engine, budget=budget if engine == 'packed' else None,
                 measured=measure, stop_after=stop_after, notices=session.tokenizer().notices)
 
 # %% ../nbs/04b_planning.ipynb #5e1341a4

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from bucket_hub import BucketHub
+from drains import die_at
 from stores import Moto, new_name, s3_environment
 
 from incremental_train.bucket import open_store
@@ -68,14 +69,7 @@ def test_a_kill_at_every_file_operation(tmp_path):
         for step in (1, 2, 3): at = commit(store, at, {'w.bin': b'%d' % step, 'o.bin': b'adam'}, {'global_step': step, 'ledger': [{'id': f'job-{step}'}], 'at': step}); sweep(store, at, keep=1, grace=-1)
         pid = os.fork()
         if not pid:
-            left = [n]
-            def dying(call):
-                def count(*args, **kwargs):
-                    left[0] -= 1
-                    if not left[0]: os.kill(os.getpid(), 9)
-                    return call(*args, **kwargs)
-                return count
-            for name in CALLS: setattr(os, name, dying(getattr(os, name)))
+            die_at(n, CALLS)
             now = commit(store, at, {'w.bin': b'4', 'o.bin': b'adam'}, {'global_step': 4, 'ledger': [{'id': 'job-4'}], 'at': 4})
             sweep(store, now, keep=1, grace=-1)
             os._exit(0)
