@@ -212,7 +212,7 @@ def _answer_span(tokenizer, messages, tools, i, full): # -> (start, end) in char
     if not (full.endswith(after) and start + len(after) <= len(full)):
         raise Refused(f"the model's chat template changes the text around messages[{i}] with its content; mark the answers in it with {{% generation %}}")
     end = len(full) - len(after)
-    closing = tokenizer._end.match(probe(i + 1)[2]) # what ends this turn if nothing follows
+    closing = tokenizer._end.match(probe(i + 1)[2] if i + 1 < len(messages) else after) # what ends this turn if nothing follows
     return start, end + len(closing[0]) if closing and full.startswith(closing[0], end) else end
 
 # %% ../nbs/00b_chat.ipynb #ff336658

@@ -11,6 +11,7 @@ import json, platform, secrets, shutil, time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import date
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from .record import Receipt, content_hash, receipt_from
 from .store import Commit, Conflict, Damaged, draft, head, line, moved, read_commit, sweep, write
 
 # %% ../nbs/04b_drain.ipynb #6f4b59a0
+@cache # reading a package's metadata takes milliseconds, and a job of one row has not many
 def _versions() -> dict:
     "The libraries that decide the bytes"
     return {'python': platform.python_version(), **{name: version(name) for name in ('torch', 'transformers', 'trl', 'peft')}}

@@ -14,7 +14,9 @@ from itertools import groupby
 
 from .chat import CLOSE, OPEN, PROBE, ChatTokenizer, _raw_spans, check_messages, shape
 from .config import Refused
-from .trace import DpoRow, KtoRow, Trace, TraceRefused, Turn, no_collection, parse_trace
+from .reading import TraceRefused
+from .rows import DpoRow, KtoRow, Turn
+from .trace import Trace, no_collection, parse_trace
 
 # %% ../nbs/00b_encode.ipynb #05e3a286
 @dataclass(frozen=True)

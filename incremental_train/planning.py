@@ -10,16 +10,18 @@ from pathlib import Path
 
 from .config import Refused
 from .drain import free_disk_mb, free_mb
-from .encode import encode_trace
+from .encode import read_trace
 from .plan import BUDGET, Plan, Schedule, Tokens, count_params
 from .runfile import Run
-from .trace import TraceRefused, parse_trace
+from .trace import TraceRefused
 
 # %% ../nbs/04b_planning.ipynb #deb3ede8
 def encoded_rows(session, path, method, watch) -> list: # encoded rows
     "The rows of a JSONL file"
-    try: return encode_trace(parse_trace(path, method), session.tokenizer(watch), session.config.max_length)
+    try: trace, rows = read_trace(path, method, session.tokenizer(watch), session.config.max_length)
     except TraceRefused as e: raise Refused(f'{path}: {e}') from None
+    for notice in trace.notices: watch(f'{path}: {notice}')
+    return rows
 
 # %% ../nbs/04b_planning.ipynb #eefd6b61
 def _tokens(rows) -> Tokens:
@@ -68,7 +70,8 @@ def plan(session,
     if isinstance(source, Run):
         rows, val = rows_of_run(session, source, watch)
         return make_plan(session, source.name, source.method, schedule_of(source, rows, val), rows, val, measure, stop_after, watch)
-    rows = encode_trace(parse_trace(source, method), session.tokenizer(watch), config.max_length)
+    trace, rows = read_trace(source, method, session.tokenizer(watch), config.max_length)
+    for notice in trace.notices: watch(notice)
     return make_plan(session, 'this trace', method, Schedule(len(rows), config.grad_accum, checkpoint_every=config.checkpoint_every), rows, [], measure, stop_after, watch)
 
 # %% ../nbs/04b_planning.ipynb #8adc780d

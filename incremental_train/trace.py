@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from .config import Refused
 from .reading import TraceRefused, json_values, kind, named, sound, text_of
-from .rows import METHODS, ROWS, DpoRow, KtoRow, SftRow, Turn, as_prompt, in_words, open_prompt
+from .rows import METHODS, ROWS, Turn, as_prompt, in_words, open_prompt
 
 # %% ../nbs/00a_trace.ipynb #e293a1a9
 class _Given(BaseModel):
