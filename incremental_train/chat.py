@@ -108,6 +108,12 @@ class ChatTokenizer:
         except Refused: return []
 
     @cached_property
+    def _behind(self) -> str | None: # None for a template that refuses this
+        "What the template writes behind a last answer"
+        try: return self._render([{'role': role, 'content': PROBE} for role in ('user', 'assistant')]).rpartition(PROBE)[2]
+        except Refused: return None
+
+    @cached_property
     def _silent(self) -> str | None: # None, or '' where the template cannot take that
         "The content of a turn that only calls"
         calls = [{'id': 'a12345678', 'type': 'function', 'function': {'name': 'a', 'arguments': {}}}]
@@ -203,16 +209,20 @@ def _template_fault(error, messages, template) -> str:
 # %% ../nbs/00b_chat.ipynb #7f0d3842
 def _answer_span(tokenizer, messages, tools, i, full): # -> (start, end) in characters of rendered text
     "Where turn `i` and its end-of-turn token stand"
+    try: prompt = tokenizer.asked(messages[:i], tools)
+    except Refused: prompt = None
+    last = i + 1 == len(messages)
+    if last and prompt and tokenizer._behind is not None and full == prompt + (messages[i].get('content') or PROBE) + tokenizer._behind: # the common case needs no more renderings
+        closing = tokenizer._end.match(tokenizer._behind)
+        return len(prompt), len(full) - len(tokenizer._behind) + (closing.end() if closing else 0)
     words = {'role': 'assistant', 'content': PROBE} # calls and thoughts are left out: what stands behind an answer does not depend on them
     probe = lambda n: tokenizer._render([*messages[:i], words, *messages[i + 1:n]], tools=tools).partition(PROBE)
     before, _, after = probe(len(messages))
-    try: prompt = tokenizer._render(messages[:i], tools=tools, add_generation_prompt=True)
-    except Refused: prompt = None
     start = min((len(t) for t in (before, prompt) if t is not None and full.startswith(t)), default=len(full) + 1)
     if not (full.endswith(after) and start + len(after) <= len(full)):
         raise Refused(f"the model's chat template changes the text around messages[{i}] with its content; mark the answers in it with {{% generation %}}")
     end = len(full) - len(after)
-    closing = tokenizer._end.match(probe(i + 1)[2] if i + 1 < len(messages) else after) # what ends this turn if nothing follows
+    closing = tokenizer._end.match(after if last else probe(i + 1)[2]) # what ends this turn if nothing follows
     return start, end + len(closing[0]) if closing and full.startswith(closing[0], end) else end
 
 # %% ../nbs/00b_chat.ipynb #ff336658

@@ -71,14 +71,11 @@ def text_of(source # pasted text, bytes, a path, or an open file
 
 # %% ../nbs/00a_reading.ipynb #909ce84b
 def _object(pairs): # -> dict
-    "An object whose keys are all different; a byte order mark in front of a key belongs to the file, not to the key"
+    "An object whose keys are all different"
     value = dict(pairs)
-    if len(value) == len(pairs) and '\ufeff' not in ''.join(value): return value
-    value = {k.lstrip('\ufeff'): v for k, v in pairs}
-    if len(value) < len(pairs):
-        keys = [k.lstrip('\ufeff') for k, _ in pairs]
-        raise ValueError(f'has the key {named(next(k for k in keys if keys.count(k) > 1))} more than once in one object')
-    return value
+    if len(value) == len(pairs): return value
+    keys = [k for k, _ in pairs]
+    raise ValueError(f'has the key {named(next(k for k in keys if keys.count(k) > 1))} more than once in one object')
 
 # %% ../nbs/00a_reading.ipynb #a852f2a4
 def _constant(name): raise ValueError(f'{name} is not JSON; allowed are finite numbers')
@@ -90,7 +87,10 @@ def _int(digits):
     return int(digits)
 
 # %% ../nbs/00a_reading.ipynb #ae5c4d46
-_decode = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, parse_float=_float, parse_int=_int).raw_decode
+def _decoder(hook): return json.JSONDecoder(object_pairs_hook=hook, parse_constant=_constant, parse_float=_float, parse_int=_int).raw_decode
+_decode = _decoder(_object)
+_decode_marked = _decoder(lambda pairs: _object([(k.lstrip('\ufeff'), v) for k, v in pairs])) # a byte order mark in front of a key belongs to the file, not to the key
+_marked = re.compile('\ufeff|\\\\u[fF][eE][fF][fF]')
 _gap = re.compile('[ \t\r\n\ufeff]*').match # files that were put together have marks in the middle
 _half = re.compile('\\\\u[dD][89a-fA-F]|[\ud800-\udfff]') # what may be half of a surrogate pair
 _literal = re.compile(r'"(?:[^"\\]|\\.)*+"|NaN|-?Infinity')
@@ -111,6 +111,7 @@ class _Lines:
     def __init__(self, text):
         self.text, self.mark = text, '\n' if '\n' in text else '\r'
         self.suspect = '\\ud' in text or '\\uD' in text or not text.isascii() and bool(_half.search(text))
+        self.decode = _decode_marked if ('\\u' in text or not text.isascii()) and _marked.search(text) else _decode
 
     def between(self, start, end) -> int: return self.text.count(self.mark, start, end)
     def column(self, at) -> int: return at - self.text.rfind(self.mark, 0, at) - 1
@@ -124,8 +125,8 @@ class _Lines:
 # %% ../nbs/00a_reading.ipynb #07692fd1
 def _value_at(lines: _Lines, start, local): # -> (value, where it ends)
     "One value; `local`: without looking further than where the next one must begin"
-    if not local: value, end = _decode(lines.text, start)
-    else: value, end = _decode(lines.text[start:lines.next_start(start)])
+    if not local: value, end = lines.decode(lines.text, start)
+    else: value, end = lines.decode(lines.text[start:lines.next_start(start)])
     if local: end += start
     if lines.suspect and _half.search(lines.text, start, end): sound(value)
     return value, end

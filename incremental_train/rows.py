@@ -125,9 +125,10 @@ class SftRow(BaseModel):
         if (self.messages is None) == (self.text is None): raise ValueError('needs either "messages" or "text"')
         if self.text is not None and blank(self.text): raise ValueError('"text" is empty')
         if self.messages is None: return self
-        if 'assistant' not in [m.role for m in self.messages]: raise ValueError(f'has no assistant turn{" (system turns only)" * (bool(self.messages) and all(m.role == "system" for m in self.messages))}, so there is nothing to learn')
+        answers = [m for m in self.messages if m.role == 'assistant']
+        if not answers: raise ValueError(f'has no assistant turn{" (system turns only)" * (bool(self.messages) and all(m.role == "system" for m in self.messages))}, so there is nothing to learn')
         if self.messages[-1].role != 'assistant': raise ValueError(f'ends with a {self.messages[-1].role} turn; the last turn must be the assistant\'s answer')
-        if [m for m in self.messages if m.role == 'assistant' and blank(m.content) and not m.tool_calls]: raise ValueError('has an empty assistant turn')
+        if [m for m in answers if blank(m.content) and not m.tool_calls]: raise ValueError('has an empty assistant turn')
         return self
 
 # %% ../nbs/00a_rows.ipynb #18bfdea9

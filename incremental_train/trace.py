@@ -105,7 +105,7 @@ def _unused(value, method): # -> yields keys
     if not value.keys() <= COLUMNS[method]: yield from (k for k in value.keys() - COLUMNS[method] if not (k == 'system' and 'conversations' in value and method == 'sft'))
     if 'prompt' in value and method == 'sft' and value.get('completion') is None: yield 'prompt'
     for turns in value.values():
-        if isinstance(turns, list): yield from (f'{k} (in turns)' for t in turns if isinstance(t, dict) and not t.keys() <= TURN_KEYS and t.keys() & {'role', 'from'} for k in t.keys() - TURN_KEYS)
+        if type(turns) is list: yield from (f'{k} (in turns)' for t in turns if type(t) is dict and not TURN_KEYS.issuperset(t) and t.keys() & {'role', 'from'} for k in t.keys() - TURN_KEYS)
 
 # %% ../nbs/00a_trace.ipynb #14631a31
 @dataclass(frozen=True)
