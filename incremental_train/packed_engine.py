@@ -141,6 +141,7 @@ def _step(state: State, method, rows, cache) -> Step:
             if method != 'sft': share = share / len(rows)
             scaler.scale(share).backward()
             loss += share.item()
+            del share # it holds the pass's graph, which would live on beside the next one
             sums = {k: sums.get(k, 0.0) + v for k, v in more.items()}
             done += len(part); key.micro += 1
     if not math.isfinite(loss): raise TrainingFailed(f'the loss of step {number} is {loss}; lower LEARNING_RATE (it was {rate(number, config, state.horizon):g}) or look at the rows with xray')
