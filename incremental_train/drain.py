@@ -22,7 +22,7 @@ from .lease import Lease, held_by, holder
 from .model import Base, choose_dtype, find_device, fingerprints
 from .plan import BUDGET
 from .queue import Job
-from .ranks import Lost, together, world
+from .ranks import Lost, sharded, together, world
 from .record import Receipt, content_hash, receipt_from
 from .store import Commit, Conflict, Damaged, draft, head, line, moved, read_commit, sweep, write
 
@@ -92,7 +92,7 @@ def choose_engine(session, base: Base) -> tuple[str, int | None, str]: # (engine
     from incremental_train.cost import pass_memory
     from incremental_train.packed_engine import can_pack
     config = session.config
-    why = '' if config.engine == 'trl' else can_pack(session._state.model.get_base_model(), config.max_length)
+    why = '' if config.engine == 'trl' else 'the base model is divided among processes (FSDP)' if sharded() else can_pack(session._state.model.get_base_model(), config.max_length)
     if why and config.engine == 'packed': raise Refused(f'ENGINE is packed, but {why}; set it to auto or trl')
     if why or config.engine == 'trl': return 'trl', config.token_budget, why
     if config.token_budget or free_mb() > 20_000: return 'packed', config.token_budget or BUDGET, ''

@@ -8,7 +8,7 @@ __all__ = ['train', 'mean_loss', 'load_state']
 # %% ../nbs/03_train.ipynb #aa01e856
 from .config import Refused
 from .model import add_adapter, find_base, find_device, fingerprints, load_base
-from .ranks import alone, rank, together, world
+from .ranks import alone, rank, shard, sharded, together, world
 from .state import State, Step
 
 # %% ../nbs/03_train.ipynb #cd33e51a
@@ -29,6 +29,7 @@ def _place_of(state: State) -> tuple: return state.engine, state.budget, state.h
 def _train(state: State, method, rows, place, known, on_step=lambda step: False, references=None) -> list[Step]:
     "What each process does of `train`"
     state.engine, state.budget, state.horizon = place
+    if sharded() and state.engine != 'trl': raise Refused(f'the base model is divided among the processes (FSDP), which takes ENGINE=trl (found {state.engine})')
     if known is not None and references is None: references = {id(r): (r, numbers) for r, numbers in zip(rows, known) if numbers is not None}
     if state.engine == 'packed':
         from incremental_train.packed_engine import train_packed
@@ -40,10 +41,16 @@ def _train(state: State, method, rows, place, known, on_step=lambda step: False,
 def mean_loss(state: State, method, rows: list) -> float: # nats per trained token (SFT), mean over rows (DPO, KTO)
     "The present loss on rows; changes nothing"
     if state.engine == 'packed' and not any(getattr(m, 'disable_adapters', False) for m in state.model.modules()): return together(_packed_loss, state, method, rows, _place_of(state))
+    if sharded(): return together(_trl_loss, state, method, rows)
     with alone(): # the others' adapters are not switched off, and TRL's evaluation is not divided
         if state.engine == 'packed': return _packed_loss(state, method, rows, _place_of(state))
-        from incremental_train.trl_engine import trl_loss
-        return trl_loss(state, method, rows)
+        return _trl_loss(state, method, rows)
+
+# %% ../nbs/03_train.ipynb #5697e5a2
+def _trl_loss(state: State, method, rows) -> float:
+    "TRL's; of a base model in parts all processes compute the same"
+    from incremental_train.trl_engine import trl_loss
+    return trl_loss(state, method, rows)
 
 # %% ../nbs/03_train.ipynb #a5082c76
 def _packed_loss(state: State, method, rows, place) -> float:
@@ -66,4 +73,5 @@ def load_state(state, # None: the first thing that every process is told
         if (here := find_device()[0]) != device: raise Refused(f'it has {here}, the first process {device}; start one process per card, or all of them on CPUs')
         if config.threads: torch.set_num_threads(config.threads)
     model = add_adapter(load_base(base, 'float32' if dtype == 'float16' else dtype, device), config, config.model_id, base.revision)
+    if sharded(): shard(model)
     return State(model, AutoTokenizer.from_pretrained(base.folder, local_files_only=True), config)

@@ -22,7 +22,7 @@ from .encode import split
 from .model import keep_rng
 from .packed_engine import begin_step, end_step
 from .plan import micro_rows, step_rows
-from .ranks import everywhere, mine, rank, world
+from .ranks import divided, everywhere, rank, sharded, world
 from .state import State, Step, TrainingFailed, rate
 
 # %% ../nbs/03_step_trl.ipynb #58205a29
@@ -202,34 +202,39 @@ def _whole_kl(trainer, rows: int): # of this rank
     accelerator.gather_for_metrics = whole
 
 # %% ../nbs/03_step_trl.ipynb #7404efeb
+def _batches(rows, micro: int) -> list[list[int]]: # numbers of the rows of each forward pass
+    "This rank's micro-batches of a step; of a base model in parts every rank makes equally many passes, some of them with nothing that counts"
+    cut = [[own[at:at + micro] for at in range(0, len(own), micro)] for own in divided(rows)]
+    return cut[rank()] + [[]] * (max(map(len, cut)) - len(cut[rank()])) * sharded()
+
+# %% ../nbs/03_step_trl.ipynb #be7ab237
 def _own_rows(state: State, method, part: Part, trainer, rows, columns, scaler): # rows of one step -> (this rank's part of the loss, metric -> (sum, weight))
     "TRL's loss on this rank's rows, and its gradients"
-    own, loss, metrics, config = mine(rows), 0.0, {}, state.config
+    batches, loss, metrics, config = _batches(rows, part.micro), 0.0, {}, state.config
     half = {'float16': torch.float16}.get(config.dtype, torch.bfloat16 if state.model.dtype == torch.bfloat16 else None)
     with_kl = method == 'kto' and part.options['loss_type'] == 'kto'
-    if with_kl and not own: everywhere(lambda: (0.0, 0))
-    for at in range(0, len(own), part.micro):
-        some = own[at:at + part.micro]
+    if with_kl and not batches: everywhere(lambda: (0.0, 0))
+    for some in batches:
         if with_kl: _whole_kl(trainer, len(some))
-        inputs = trainer._prepare_inputs(trainer.data_collator([columns[i] for i in some]))
+        inputs = trainer._prepare_inputs(trainer.data_collator([columns[i] for i in some or [0]]))
         with torch.autocast(state.model.device.type, dtype=half) if half else nullcontext():
             share = trainer.compute_loss(state.model, inputs, num_items_in_batch=sum(r.trained for r in rows) if method == 'sft' else None)
-        if method != 'sft': share = share * (len(some) / len(rows))
+        share = share * (bool(some) if method == 'sft' else len(some) / len(rows))
         scaler.scale(share).backward()
         loss += share.item(); state.key.micro += world()
         good = sum(getattr(rows[i], 'desirable', False) for i in some)
         for theirs, ours in METRICS[method].items():
             weight = {'desirable': good, 'undesirable': len(some) - good}.get(ours, len(some))
             total, n = metrics.get(ours, (0.0, 0))
-            if weight and (values := trainer._metrics['train'].pop(theirs, None)): metrics[ours] = total + values[-1] * weight, n + weight
+            if (values := trainer._metrics['train'].pop(theirs, None)) and weight: metrics[ours] = total + values[-1] * weight, n + weight
     return loss, metrics
 
-# %% ../nbs/03_step_trl.ipynb #be7ab237
+# %% ../nbs/03_step_trl.ipynb #8e531e97
 def _step_together(state: State, method, part: Part, trainer, rows, columns) -> Step:
     "One optimizer step of all ranks"
-    begin, scaler, own = time.monotonic(), begin_step(state, method), mine(rows)
+    begin, scaler = time.monotonic(), begin_step(state, method)
     state.key.micro = rank() # the masks of this one are no other's
-    witness = Witness(_due(method, part, [columns[i] for i in own]))
+    witness = Witness(sum((_due(method, part, [columns[i] for i in some or [0]]) for some in _batches(rows, part.micro)), []))
     hook = state.model.register_forward_pre_hook(witness, with_kwargs=True)
     try: losses, metrics = zip(*everywhere(lambda: _own_rows(state, method, part, trainer, rows, columns, scaler)))
     finally: hook.remove()

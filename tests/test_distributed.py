@@ -17,6 +17,7 @@ from incremental_train.config import load_config
 from incremental_train.encode import encode_trace
 from incremental_train.model import find_base, fingerprints
 from incremental_train.ranks import everywhere, take_part, together, world
+from incremental_train.runfile import as_toml, load_run
 from incremental_train.session import Session
 from incremental_train.state import adapter_tensors, load_files, move_reference, state_files
 from incremental_train.store import checkout
@@ -26,17 +27,17 @@ from incremental_train.train import load_state, mean_loss, train
 server.set_forkserver_preload(['incremental_train.session', 'incremental_train.train', 'incremental_train.trl_engine'])
 
 
-def as_rank(rank, ranks, port, patience, said, main, args):
+def as_rank(rank, ranks, port, patience, said, env, main, args):
     "What a launcher gives a process, and then the command"
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
+    os.environ.update(env, RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
     os.dup2(os.open(said, os.O_CREAT | os.O_APPEND | os.O_WRONLY), 2)
     take_part(lambda: main(*args), patience)
 
 
-def launch(main, *args, said, ranks=2, patience=60):
+def launch(main, *args, said, ranks=2, patience=60, env={}):
     "Processes that know of each other"
     with socket.socket() as s: s.bind(('127.0.0.1', 0)); port = s.getsockname()[1]
-    processes = [server.Process(target=as_rank, args=(r, ranks, port, patience, str(said), main, args)) for r in range(ranks)]
+    processes = [server.Process(target=as_rank, args=(r, ranks, port, patience, str(said), env, main, args)) for r in range(ranks)]
     for p in processes: p.start()
     return processes
 
@@ -148,7 +149,7 @@ def test_one_writer(bucket, tmp_path, engine):
             entries = [e for c in range(1, 6) for e in json.loads(session.store.get(f'commits/{c:020d}.json'))['body']['ledger']]
             worst = max(abs(a - b) for one, e in zip(losses, entries, strict=True) for a, b in zip(one, e['losses'], strict=True))
             print(engine, 'losses over', STEPS, 'steps of one drain within', worst)
-            assert worst < 1e-3 # each from its own state: Adam's first steps amplify rounding; from the same state 1e-5 is asserted above
+            assert worst < 1e-5
         assert session.experiment()['processes'] == 2 and session.store.get('lease.json') is None
     assert ends[1] == ends[2] and ends[1][1:] == (STEPS, [(f'job-{i:02d}', n, True) for i, (_, n) in enumerate(JOBS)], [])
 
@@ -227,22 +228,97 @@ def test_a_failure_in_one_process_is_one_in_all(tmp_path):
     assert json.loads((tmp_path/'out').read_text()) == [['process 2 of 2: no room on this card', 'no room on this card'], [7, 7], 2]
 
 
-def command(settings, *args, launcher=('-m', 'torch.distributed.run', '--nproc-per-node', '2', '--master-port', '0'), **kwargs):
+TORCHRUN = ('-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2')
+ACCELERATE = ('-m', 'accelerate.commands.launch', '--multi_gpu', '--num_processes', '2', '--num_machines', '1', '--mixed_precision', 'no', '--dynamo_backend', 'no', '--main_process_port', '0')
+
+
+def command(settings, launcher, *args, seconds=150):
+    "A launcher's command: -> (exit code, standard output, standard error)"
     env = {**os.environ, 'OMP_NUM_THREADS': '1', **{k.upper(): str(v) for k, v in settings.items()}}
-    return subprocess.run([sys.executable, *launcher, '-m', 'incremental_train', *args], env=env, capture_output=True, text=True, timeout=150, **kwargs)
+    process = subprocess.Popen([sys.executable, *launcher, '-m', 'incremental_train', *args], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try: out, err = process.communicate(timeout=seconds)
+    finally:
+        if process.poll() is None: os.killpg(process.pid, 9)
+    return process.returncode, out, err
 
 
-@pytest.mark.parametrize('launcher', [None, pytest.param(('-m', 'accelerate.commands.launch', '--multi_gpu', '--num_processes', '2', '--num_machines', '1', '--mixed_precision', 'no', '--dynamo_backend', 'no', '--main_process_port', '29411'), marks=pytest.mark.slow)])
+@pytest.mark.parametrize('launcher', [TORCHRUN, pytest.param(ACCELERATE, marks=pytest.mark.slow)], ids=['torchrun', 'accelerate'])
 def test_the_launchers(bucket, launcher):
     "One object on standard output; what is refused is refused once, and ends all"
     settings = bucket()
     submit(settings, TRACES[:1])
-    chosen = {'launcher': launcher} if launcher else {}
-    done = command(settings, 'drain', '--json', **chosen)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)['jobs'][0]['steps'] == 2
+    code, out, err = command(settings, launcher, 'drain', '--json')
+    assert code == 0, err
+    assert json.loads(out)['jobs'][0]['steps'] == 2
     submit(settings, TRACES[1:2], first=1)
-    refused = command({**settings, 'lora_r': 4}, 'drain', **chosen)
-    assert refused.returncode == 1 and refused.stderr.count('LORA_R is 4') == 1 and not refused.stdout
-    print(next(line for line in refused.stderr.splitlines() if 'LORA_R' in line))
+    code, out, err = command({**settings, 'lora_r': 4}, launcher, 'drain')
+    assert code == 1 and err.count('LORA_R is 4') == 1 and not out
+    print(next(line for line in err.splitlines() if 'LORA_R' in line))
     assert outcome(settings)[1] == 2
+
+
+# a run file
+
+def run(path, out):
+    loaded = load_run(path, {})
+    result = Session(loaded.config).run(loaded)
+    with open(out, 'w') as f: json.dump({**result.summary, 'losses': result.receipt.losses, 'world': world()}, f)
+
+
+@pytest.fixture
+def run_file(toy, tmp_path):
+    "Makes a run of 10 rows, 4 per step (so the last step of each of three epochs has two), with validations and checkpoints"
+    def write(name, method, **train):
+        for part, rows in (('train', MAKE[method](10)), ('val', MAKE[method](5, start=100))): (tmp_path/f'{part}.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+        keys = {'name': name, 'method': method, 'seed': 7, 'threads': 1, 'model': {'id': str(toy)}, 'data': {'train': 'train.jsonl', 'val': 'val.jsonl', 'max_tokens': 128}, 'lora': {'targets': ['q_proj', 'v_proj']},
+                'train': {'learning_rate': 0.01, 'batch_size': 4, 'epochs': 3, 'eval_every': 4, 'checkpoint_every': 2, 'keep_best': True, **train}}
+        (tmp_path/f'{name}.toml').write_text(as_toml(keys))
+        return tmp_path/f'{name}.toml'
+    return write
+
+
+def test_a_run_file(run_file, tmp_path):
+    "A KTO run on two processes has the single process's losses; killed, it goes on, to the same bytes"
+    one, two, cut = (run_file(name, 'kto') for name in ('one', 'two', 'cut'))
+    run(one, tmp_path/'1')
+    assert finish(launch(run, two, tmp_path/'2', said=tmp_path/'said')) == [0, 0], (tmp_path/'said').read_text()
+    a, b = (json.loads((tmp_path/n).read_text()) for n in '12')
+    worst = max(abs(x - y) for x, y in zip([*a['losses'], a['final_val_loss']], [*b['losses'], b['final_val_loss']], strict=True))
+    print(f"{b['steps']} steps and a validation within {worst:.1e}")
+    assert (a['world'], b['world'], b['steps'], b['finished']) == (1, 2, 9, True) and worst < 1e-5
+    processes, log, end = launch(run, cut, tmp_path/'3', said=tmp_path/'lost'), load_run(cut, {}).record/'log.jsonl', time.monotonic() + 60
+    while not (log.exists() and '"step": 5' in log.read_text()) and time.monotonic() < end: time.sleep(0.002)
+    processes[1].kill()
+    assert finish(processes)[1] == -9 and 'goes on from it' in (tmp_path/'lost').read_text()
+    assert finish(launch(run, cut, tmp_path/'3', said=tmp_path/'said')) == [0, 0]
+    ends = [checkout(Session(load_run(path, {}).config).store) for path in (two, cut)]
+    assert ends[0].commit.step == 9 and all(ends[0].files[k] == ends[1].files[k] for k in ('adapter_model.safetensors', 'optimizer.pt'))
+
+
+# a base model in parts
+
+def parts(settings, out):
+    "A drain, and how much of the base model one process holds"
+    session = Session(load_config({}, **settings))
+    done = session.drain()
+    weights = [p for p in session._state.model.get_base_model().get_decoder().layers.parameters() if not p.requires_grad]
+    held = sum((p.to_local() if hasattr(p, 'to_local') else p).numel() for p in weights) / sum(p.numel() for p in weights)
+    try: session.chat('Where is it?'); said = ''
+    except ValueError as e: said = str(e)
+    with open(out, 'w') as f: json.dump({'failed': done.failed, 'held': held, 'notices': done.notices, 'chat': said, 'engine': session.experiment()['engine']}, f)
+
+
+@pytest.mark.slow
+def test_a_base_model_in_parts(bucket, tmp_path):
+    "FSDP with the engine trl on two CPU processes: half of the layers' weights in each, and the losses of one process"
+    single, settings = bucket(engine='trl'), bucket()
+    losses = [r.losses for r in submit(single, TRACES).drain().receipts]
+    submit(settings, TRACES)
+    processes = launch(parts, settings, str(tmp_path/'out'), said=tmp_path/'said', env={'ACCELERATE_USE_FSDP': 'true'})
+    assert finish(processes) == [0, 0], (tmp_path/'said').read_text()
+    found = json.loads((tmp_path/'out').read_text())
+    session = Session(load_config({}, **settings))
+    entries = [e for c in range(1, 6) for e in json.loads(session.store.get(f'commits/{c:020d}.json'))['body']['ledger']]
+    worst = max(abs(a - b) for one, e in zip(losses, entries, strict=True) for a, b in zip(one, e['losses'], strict=True))
+    print(f"{found['held']:.0%} of the layers' frozen weights in the first process; losses within {worst:.1e};", found['chat'], found['notices'])
+    assert not found['failed'] and found['engine'] == 'trl' and 0.45 < found['held'] < 0.55 and worst < 1e-5 and 'with one process' in found['chat']
