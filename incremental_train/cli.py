@@ -19,6 +19,7 @@ from rich.markdown import Markdown
 from rich.text import Text
 
 from .config import Refused, load_config, settings_table
+from .ranks import world
 from .trace import METHODS
 
 # %% ../nbs/05a_cli.ipynb #8c22374d
@@ -94,7 +95,7 @@ def _source(path):
 def _interruptible(session):
     "Ctrl-C lets the session finish its step and commit; a second one ends at once"
     def on_interrupt(number, frame):
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if world() == 1: signal.signal(signal.SIGINT, signal.default_int_handler) # launchers of several processes send a second one at once
         session.stop()
     before = signal.signal(signal.SIGINT, on_interrupt)
     try: yield

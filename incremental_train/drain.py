@@ -19,9 +19,10 @@ from .bucket import probe
 from .config import Config, Refused
 from .encode import encode_trace
 from .lease import Lease, held_by, holder
-from .model import Base, add_adapter, choose_dtype, find_device, fingerprints, load_base
+from .model import Base, choose_dtype, find_device, fingerprints
 from .plan import BUDGET
 from .queue import Job
+from .ranks import Lost, sharded, together, world
 from .record import Receipt, content_hash, receipt_from
 from .store import Commit, Conflict, Damaged, draft, head, line, moved, read_commit, sweep, write
 
@@ -91,7 +92,7 @@ def choose_engine(session, base: Base) -> tuple[str, int | None, str]: # (engine
     from incremental_train.cost import pass_memory
     from incremental_train.packed_engine import can_pack
     config = session.config
-    why = '' if config.engine == 'trl' else can_pack(session._state.model.get_base_model(), config.max_length)
+    why = '' if config.engine == 'trl' else 'the base model is divided among processes (FSDP)' if sharded() else can_pack(session._state.model.get_base_model(), config.max_length)
     if why and config.engine == 'packed': raise Refused(f'ENGINE is packed, but {why}; set it to auto or trl')
     if why or config.engine == 'trl': return 'trl', config.token_budget, why
     if config.token_budget or free_mb() > 20_000: return 'packed', config.token_budget or BUDGET, ''
@@ -106,26 +107,24 @@ def ready(session, watch):
     if experiment: _insist(experiment, _settings_of(config))
     base, prints = session._checked or checked_base(session, watch) # once per process: what is resident does not change
     import torch # not earlier: what is refused should be refused at once
-    from transformers import AutoTokenizer
-    from incremental_train.state import State
+    from incremental_train.train import load_state
     device, has_bf16 = find_device()
     dtype = choose_dtype(config.dtype, device, has_bf16)
     if config.threads: torch.set_num_threads(config.threads)
     if session._state is None:
         watch(f'loading {config.model_id} ({dtype} on {device})')
-        model = add_adapter(load_base(base, 'float32' if dtype == 'float16' else dtype, device), config, config.model_id, base.revision)
+        session._state = together(load_state, None, config, base, prints, dtype, device)
         session._checked = base, prints
-        session._state = State(model, AutoTokenizer.from_pretrained(base.folder, local_files_only=True), config)
-    here = dict(versions=_versions(), device=device, dtype=dtype, threads=torch.get_num_threads())
+    here = dict(versions=_versions(), device=device, dtype=dtype, threads=torch.get_num_threads(), processes=world())
     if experiment is None:
         engine, budget, why = choose_engine(session, base)
-        new = dict(format=1, model_id=config.model_id, revision=base.revision, **prints, **{**_settings_of(config), 'engine': engine, 'token_budget': budget}, engine_because=why, exclusive=probe(session.store), date=date.today().isoformat(), ledger_key=secrets.token_hex(16), **here)
+        new = dict(format=1, model_id=config.model_id, revision=base.revision, **prints, **{**_settings_of(config), 'engine': engine, 'token_budget': budget}, engine_because=why, exclusive=probe(session.store), date=date.today().isoformat(), ledger_key=secrets.token_hex(16), **{k: v for k, v in here.items() if (k, v) != ('processes', 1)})
         session.store.put_new('experiment.json', json.dumps(new, indent=1).encode())
         return ready(session, watch) # hold ourselves to what is there, which may be another process's
     session._state.engine, session._state.budget = experiment['engine'], experiment['token_budget']
     alone = [] if session.store.exclusive else [f'{session.store} cannot keep two writers apart: drain it from one process at a time']
-    return alone + [f"engine trl, since {experiment['engine_because']}"] * bool(experiment.get('engine_because')) + [f"{key} {'are' if key in ('versions', 'threads') else 'is'} {here[key]}, the experiment was begun with {experiment[key]}: it goes on, but no longer byte for byte"
-            for key in here if here[key] != experiment[key]]
+    return alone + [f"engine trl, since {experiment['engine_because']}"] * bool(experiment.get('engine_because')) + [f"{key} {'are' if key in ('versions', 'threads', 'processes') else 'is'} {here[key]}, the experiment was begun with {experiment.get(key, 1)}: it goes on, but no longer byte for byte"
+            for key in here if here[key] != experiment.get(key, 1)]
 
 # %% ../nbs/04b_drain.ipynb #b5fc11b3
 def sync(session) -> str: # what the next step goes on from, in words
@@ -134,7 +133,7 @@ def sync(session) -> str: # what the next step goes on from, in words
     if session._at is None or (session._pending is None and moved(session.store, session._at)): # another writer beside a pending commit is noticed by it
         session._at = None # until it is whole
         at = session.at()
-        load_files(session._state, at.files)
+        together(load_files, session._state, at.files)
         session._at = at
         return str(at)
     return f'continued exactly from step {session._at.commit.step} (resident since commit {session._at.commit.seq})' if session._at.commit.seq else 'started new'
@@ -234,7 +233,7 @@ def commit_job(session,
     state, base, reference = session._state, session._base, reference_of(session)
     receipt.commit = session._at.tip + 1
     if receipt.method == 'sft' and not open:
-        move_reference(state)
+        together(move_reference, state)
         reference = {'commit': receipt.commit, 'step': state.global_step}
     others = [entry for entry in _open(session) if entry['content'] != receipt.content] # a job that failed half-way keeps its place
     body = dict(global_step=state.global_step, steps=state.steps, method=receipt.method, model_id=session.config.model_id, loss=receipt.losses[-1], at=time.time_ns(),
@@ -314,7 +313,7 @@ def _one_job(session, done, clock, watch) -> bool: # whether to go on
     receipt.continued = f'{receipt.continued}; then {note}' if receipt.steps else note
     watch(job)
     try: finished = _train_job(session, job, receipt, clock, watch, done)
-    except (Conflict, OSError, ImportError): raise # not the fault of this job
+    except (Conflict, OSError, ImportError, Lost): raise # not the fault of this job
     except Exception as e: # whatever is wrong with this job must not keep the others from theirs
         settle(session)
         session._at = None # the resident state may be half changed

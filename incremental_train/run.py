@@ -15,6 +15,7 @@ from .drain import commit_job, pinned, ready, reason, sync
 from .lease import Lease
 from .plan import Schedule, check
 from .planning import changes, make_plan, rows_of_run, schedule_of
+from .ranks import together
 from .record import Receipt, keyed_hash, receipt_from
 from .runfile import Run, as_toml, dotted
 from .runs import Recorder, Record, curves, here
@@ -142,7 +143,7 @@ def _take_best(session, progress: Progress):
     "Put the weights of the best validation into the state"
     from incremental_train.state import load_files
     step, loss, seq = progress.best
-    load_files(session._state, verify(session.store, read_commit(session.store, seq)))
+    together(load_files, session._state, verify(session.store, read_commit(session.store, seq)))
     progress.note = f'{progress.note}; ' * bool(progress.note) + f'ended with the weights of step {step}, whose validation loss {loss:.4f} was the best'
 
 # %% ../nbs/04b_run.ipynb #d6c1ca3c

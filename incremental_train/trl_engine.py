@@ -7,7 +7,7 @@ __all__ = ['METRICS', 'TRAINERS', 'BLANK', 'Witness', 'Part', 'train_trl', 'trl_
 
 # %% ../nbs/03_step_trl.ipynb #2df54afb
 import math, os, time, warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 
@@ -20,7 +20,9 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrai
 
 from .encode import split
 from .model import keep_rng
+from .packed_engine import begin_step, end_step
 from .plan import micro_rows, step_rows
+from .ranks import divided, everywhere, rank, sharded, world
 from .state import State, Step, TrainingFailed, rate
 
 # %% ../nbs/03_step_trl.ipynb #58205a29
@@ -190,6 +192,72 @@ def _train_part(state: State, method, part: Part, loop: _Loop):
     if witness.seen != due: raise TrainingFailed(f'{witness.seen} sequences went through the model, {due} were due')
 
 # %% ../nbs/03_step_trl.ipynb #9d940db0
+def _whole_kl(trainer, rows: int): # of this rank
+    "Have the first number that a trainer gathers, KTO's KL, gathered from all ranks"
+    accelerator = trainer.accelerator
+    def whole(kl):
+        del accelerator.gather_for_metrics # once
+        parts = everywhere(lambda: (kl.item() * rows, rows))
+        return kl.new_tensor(sum(k for k, _ in parts) / sum(n for _, n in parts))
+    accelerator.gather_for_metrics = whole
+
+# %% ../nbs/03_step_trl.ipynb #7404efeb
+def _batches(rows, micro: int) -> list[list[int]]: # numbers of the rows of each forward pass
+    "This rank's micro-batches of a step; of a base model in parts every rank makes equally many passes, some of them with nothing that counts"
+    cut = [[own[at:at + micro] for at in range(0, len(own), micro)] for own in divided(rows)]
+    return cut[rank()] + [[]] * (max(map(len, cut)) - len(cut[rank()])) * sharded()
+
+# %% ../nbs/03_step_trl.ipynb #be7ab237
+def _own_rows(state: State, method, part: Part, trainer, rows, columns, scaler): # rows of one step -> (this rank's part of the loss, metric -> (sum, weight))
+    "TRL's loss on this rank's rows, and its gradients"
+    batches, loss, metrics, config = _batches(rows, part.micro), 0.0, {}, state.config
+    half = {'float16': torch.float16}.get(config.dtype, torch.bfloat16 if state.model.dtype == torch.bfloat16 else None)
+    with_kl = method == 'kto' and part.options['loss_type'] == 'kto'
+    if with_kl and not batches: everywhere(lambda: (0.0, 0))
+    for some in batches:
+        if with_kl: _whole_kl(trainer, len(some))
+        inputs = trainer._prepare_inputs(trainer.data_collator([columns[i] for i in some or [0]]))
+        with torch.autocast(state.model.device.type, dtype=half) if half else nullcontext():
+            share = trainer.compute_loss(state.model, inputs, num_items_in_batch=sum(r.trained for r in rows) if method == 'sft' else None)
+        share = share * (bool(some) if method == 'sft' else len(some) / len(rows))
+        scaler.scale(share).backward()
+        loss += share.item(); state.key.micro += world()
+        good = sum(getattr(rows[i], 'desirable', False) for i in some)
+        for theirs, ours in METRICS[method].items():
+            weight = {'desirable': good, 'undesirable': len(some) - good}.get(ours, len(some))
+            total, n = metrics.get(ours, (0.0, 0))
+            if (values := trainer._metrics['train'].pop(theirs, None)) and weight: metrics[ours] = total + values[-1] * weight, n + weight
+    return loss, metrics
+
+# %% ../nbs/03_step_trl.ipynb #8e531e97
+def _step_together(state: State, method, part: Part, trainer, rows, columns) -> Step:
+    "One optimizer step of all ranks"
+    begin, scaler = time.monotonic(), begin_step(state, method)
+    state.key.micro = rank() # the masks of this one are no other's
+    witness = Witness(sum((_due(method, part, [columns[i] for i in some or [0]]) for some in _batches(rows, part.micro)), []))
+    hook = state.model.register_forward_pre_hook(witness, with_kwargs=True)
+    try: losses, metrics = zip(*everywhere(lambda: _own_rows(state, method, part, trainer, rows, columns, scaler)))
+    finally: hook.remove()
+    if witness.seen != len(witness.due): raise TrainingFailed(f'{witness.seen} sequences went through the model, {len(witness.due)} were due')
+    means = {}
+    for name in METRICS[method].values():
+        total, weight = map(sum, zip(*(m.get(name, (0.0, 0)) for m in metrics)))
+        if weight: means[name] = total / weight
+    return end_step(state, method, rows, sum(losses), scaler, begin, means)
+
+# %% ../nbs/03_step_trl.ipynb #ebd9570e
+def _train_part_together(state: State, method, part: Part, loop: _Loop):
+    "Train the rows of one part, each once, on all ranks"
+    columns = _columns(method, part)
+    with _borrowed(state.model) as model, TemporaryDirectory() as folder:
+        trainer = _trainer(state, method, part, columns, folder)
+        if state.config.gradient_checkpointing: model.get_base_model().activation_checkpointing_enable({'use_reentrant': False})
+        for due in step_rows(len(part.rows), part.micro * part.accumulate):
+            loop.steps.append(_step_together(state, method, part, trainer, part.rows[due.start:due.stop], columns[due.start:due.stop]))
+            loop.stopped = everywhere(lambda: bool(loop.on_step(loop.steps[-1])))[0] # the first process decides
+            if loop.stopped: return
+
+# %% ../nbs/03_step_trl.ipynb #e1fc1b62
 def train_trl(state: State,
               method: str, # one of `METHODS`
               rows: list, # encoded rows of the job that are left
@@ -198,7 +266,7 @@ def train_trl(state: State,
     "Train each row once, `GRAD_ACCUM` rows per step; raises `TrainingFailed` if a step cannot count"
     loop = _Loop(state, method, rows, on_step)
     for part in _parts(method, rows, state.config):
-        if not loop.stopped: _train_part(state, method, part, loop)
+        if not loop.stopped: (_train_part if world() == 1 else _train_part_together)(state, method, part, loop)
     return loop.steps
 
 # %% ../nbs/03_step_trl.ipynb #a46dcfb8
