@@ -185,6 +185,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'incremental_train.cli.run': ('cli.html#run', 'incremental_train/cli.py'),
                                        'incremental_train.cli.status': ('cli.html#status', 'incremental_train/cli.py'),
                                        'incremental_train.cli.submit': ('cli.html#submit', 'incremental_train/cli.py'),
+                                       'incremental_train.cli.sweep': ('cli.html#sweep', 'incremental_train/cli.py'),
                                        'incremental_train.cli.undo': ('cli.html#undo', 'incremental_train/cli.py'),
                                        'incremental_train.cli.xray': ('cli.html#xray', 'incremental_train/cli.py')},
             'incremental_train.config': { 'incremental_train.config.Config': ('config.html#config', 'incremental_train/config.py'),
