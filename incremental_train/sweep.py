@@ -87,7 +87,8 @@ def import_ray(local: bool): # -> the package
     "Ray, or how to get it; whether it listens on the loopback only is settled when it is imported"
     if local: os.environ.setdefault('RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER', '0') # its name for: other machines may join, which Ray takes for granted on Linux
     os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
-    os.environ.setdefault('RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO', '0') # a run without GPUs sees none; saying so spares a warning
+    os.environ.setdefault('RAY_DEDUP_LOGS_SKIP_REGEX', '.') # all that Ray would print of dead workers: standard output is for the answer, and we tell of them ourselves
+    os.environ.setdefault('RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO', '0') # a run without GPUs sees none, without a warning
     try: import ray
     except ImportError: raise Refused("a sweep needs Ray, which is not installed: pip install 'incremental-train[ray]'") from None
     return ray
