@@ -21,7 +21,7 @@ def lent_seconds(max_seconds: float | None) -> tuple[float, float]: # (asked for
 # %% ../nbs/04b_gpu.ipynb #4f7e3607
 def _there(make, config: Config, jobs: list[Job], max_seconds: float | None, wait: bool) -> tuple: # (`Drained` or `Refused`, ids of jobs that still wait)
     "A drain in a process that ends with the call"
-    session = make(config)
+    session = make(config.model_copy(update={'threads': 1}))
     for job in jobs: session.queue.submit(job.trace, job.id)
     try: done = drain_here(session, lent_seconds(max_seconds)[1], wait=wait)
     except Refused as e: done = e

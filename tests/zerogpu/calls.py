@@ -23,4 +23,6 @@ def played(settings, traces, limits):
     return [drained(session, limit) for limit in limits] + [{'loaded': session._state is not None, 'cuda': torch.cuda.is_initialized()}]
 
 
+torch.set_num_threads(2)
+torch.randn(1000, 1000) @ torch.randn(1000, 1000) # OpenMP's threads are there, and will not be in a fork
 print(json.dumps([played(*scenario) for scenario in json.load(sys.stdin)]))
