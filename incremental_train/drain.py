@@ -250,10 +250,11 @@ def commit_job(session,
 # %% ../nbs/04b_drain.ipynb #6041092a
 class _Clock:
     "Decides after each step whether the drain has to end, so that it ends inside its time"
-    def __init__(self, seconds): self.begin, self.seconds, self.last, self.longest = time.monotonic(), seconds, None, 0.0
+    def __init__(self, seconds): self.begin, self.seconds, self.first, self.last, self.longest = time.monotonic(), seconds, None, None, 0.0
+    def start(self): self.first = self.first or time.monotonic() # call before the first step
     def over(self) -> bool: # call once after each step
         now = time.monotonic()
-        self.longest = max(self.longest, now - (self.last or now))
+        self.longest = max(self.longest, now - (self.last or self.first or now))
         self.last = now
         return self.seconds is not None and now - self.begin + 1.2 * self.longest >= self.seconds
 
@@ -271,6 +272,7 @@ def _train_job(session, job, receipt, clock, watch, done) -> bool: # whether it 
         more = receipt.trained_rows < len(rows)
         if more and (due or (config.checkpoint_every and receipt.steps % config.checkpoint_every == 0)): commit_job(session, receipt, open=True)
         return more and due
+    clock.start()
     train(session._state, job.method, rows[receipt.trained_rows:], on_step)
     if receipt.trained_rows < len(rows): return False
     if config.measure_after: receipt.loss_after = mean_loss(session._state, job.method, rows)

@@ -112,7 +112,7 @@ class Comparison:
         for n, r in enumerate(self.records):
             s = r.summary
             result = dict(zip(self.columns, (s.get('final_val_loss'), s.get('best_val_loss'), s.get('steps'), s.get('seconds'), s.get('peak_mb'))))
-            yield {'run': r.name, **{k.split('.')[-1]: v[n] for k, v in self.differences.items()}, **result, **({} if s.get('finished', True) else {'state': s.get('stopped', 'not finished')})}
+            yield {'run': r.name, **{k.split('.')[-1]: v[n] for k, v in self.differences.items()}, **result, **({} if s.get('finished', bool(s)) else {'state': s.get('stopped', 'not finished')})}
 
     def summary(self) -> dict: return {'differences': self.differences, 'runs': list(self.rows())} # JSON
     def _repr_markdown_(self):

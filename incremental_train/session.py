@@ -11,9 +11,10 @@ from datetime import date
 
 from .bucket import open_store
 from .config import Config, Refused, load_config
-from .drain import checked_base, drain, ready, sync
+from .drain import checked_base, ready, sync
 from .encode import ChatTokenizer, read_trace, xray
 from .evaluate import evaluate
+from .gpu import drain
 from .history import branch, diff, history, keep, undo, when
 from .model import Base, answer, find_base
 from .plan import count_params, n_steps
