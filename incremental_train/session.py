@@ -11,7 +11,7 @@ from datetime import date
 
 from .bucket import open_store
 from .config import Config, Refused, load_config
-from .drain import checked_base, drain, ready, sync
+from .drain import checked_base, ready, sync
 from .encode import ChatTokenizer, read_trace, xray
 from .evaluate import evaluate
 from .history import branch, diff, history, keep, undo, when
@@ -19,7 +19,7 @@ from .model import Base, answer, find_base
 from .plan import count_params, n_steps
 from .queue import Queue
 from .planning import plan
-from .run import run
+from .probes import drain, run
 from .record import content_hash
 from .store import Checkout, checkout, moved
 from .trace import parse_trace
@@ -117,8 +117,9 @@ def status(session: Session) -> dict:
     notices = [f'{key} in the queue cannot be read and is left alone' for key in session.queue.unreadable]
     if at.passed_over: notices.append(str(at))
     notices += [f"{id} was trained in part ({e['trained_rows']} of {e['rows']} rows), and the rest of its rows is not here" for id, e in opened.items() if id not in session.queue]
+    verdict = at.commit.body.get('probes')
     return dict(model=session.config.model_id, bucket=str(session.store), experiment=session.config.experiment, global_step=at.commit.step, steps=at.commit.body.get('steps', {}), reference=at.commit.body.get('reference'),
-                commit=at.commit.seq, checkpoint=at.commit.prefix or None, queue=jobs, queue_in='bucket' if session.queue.store else 'memory', notices=notices)
+                commit=at.commit.seq, checkpoint=at.commit.prefix or None, probes=verdict and f"{verdict['verdict']}: {verdict['because']}", queue=jobs, queue_in='bucket' if session.queue.store else 'memory', notices=notices)
 
 # %% ../nbs/04b_session.ipynb #1ab52062
 def params(session: Session, watch=lambda event: None) -> dict:
