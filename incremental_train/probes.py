@@ -89,7 +89,7 @@ def measure(session, probes: Probes) -> dict: # step, commit, loss, kl; None: th
 @dataclass(frozen=True)
 class Rule:
     "What may get worse, and by how much"
-    max_rise: float = 0.1 # nats per trained token
+    max_rise: float = 0.05 # nats per trained token
     max_kl: float = 1.0 # nats per token
 
     def __post_init__(self):
