@@ -8,7 +8,7 @@ __all__ = ['KEY', 'Probes', 'read_probes', 'kl_to_base', 'measure', 'Rule', 'Ver
 # %% ../nbs/04b_probes.ipynb #188d2717
 import json, math
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from . import drain as draining, run as running
@@ -21,7 +21,7 @@ from .planning import rows_of_run
 from .record import keyed_hash
 from .run import RunResult
 from .runs import Recorder
-from .store import Commit, Conflict, head, line
+from .store import Commit, Conflict, keep, kept, line
 from .trace import TraceRefused, _given, parse_trace
 
 # %% ../nbs/04b_probes.ipynb #f4633651
@@ -102,7 +102,7 @@ class Rule:
         "What got worse than it may"
         found = []
         if probes.rows and after['loss'] is None: found.append(f'the loss on the {probes.name} is no number any more')
-        elif probes.rows and (rise := after['loss'] - (before['loss'] or math.inf)) > self.max_rise: found.append(f'the loss on the {probes.name} rose by {rise:.4f}, more than {self.max_rise:g}')
+        elif probes.rows and (rise := after['loss'] - (math.inf if before['loss'] is None else before['loss'])) > self.max_rise: found.append(f'the loss on the {probes.name} rose by {rise:.4f}, more than {self.max_rise:g}')
         if probes.prompts and after['kl'] is None: found.append('the KL to the base is no number any more')
         elif probes.prompts and after['kl'] > max(self.max_kl, before['kl'] or 0): found.append(f"the KL to the base grew to {after['kl']:.4f}, beyond {self.max_kl:g}")
         return found
@@ -124,41 +124,54 @@ def _decide(session, probes: Probes, rule: Rule | None, begin: Commit, before: d
     broken = rule.broken(probes, before, after) if rule else []
     because = ' and '.join(broken) or (f'{rule}' if rule else 'no gate was asked for')
     verdict = Verdict(verdict='rolled back' if broken else 'kept' if rule else 'measured', because=because, before=before, after=after, rows=len(probes.rows), prompts=len(probes.prompts),
-                      probes=keyed_hash(probes.content(), session.experiment()['ledger_key']), rule=vars(rule) if rule else None, undone=[])
-    if not broken: remark(session, at, {'probes': verdict})
-    else:
-        drop_trained(session, at.commit)
-        verdict['undone'] = go_back(session, at, begin, {'probes': verdict})['undone']
-    return verdict
+                      probes=keyed_hash(probes.content(), session.experiment()['ledger_key']), rule=vars(rule) if rule else None)
+    if not broken: remark(session, at, {'probes': verdict}); return verdict
+    drop_trained(session, at.commit)
+    return Verdict(verdict, undone=go_back(session, at, begin, {'probes': verdict})['undone'])
 
 # %% ../nbs/04b_probes.ipynb #db870c8e
 KEY = 'gate.json'
 
 # %% ../nbs/04b_probes.ipynb #3d879b41
-def _beginning(session) -> Commit:
-    "What a gated drain is measured against: where one began that was not judged, else the present version"
-    versions = [*(c for c in line(session.store, session._at.commit) if c.ends_job), Commit()]
-    pending = json.loads(session.store.get(KEY) or b'{}')
-    return next((c for c in versions if c.nonce == pending.get('nonce')), versions[0])
+def _pending(session) -> dict: # nonce and step of a commit, and whether its files are held for us
+    "Where a gated drain began that was not judged"
+    return json.loads(session.store.get(KEY) or b'{}')
 
 # %% ../nbs/04b_probes.ipynb #a2bb7530
+def _begin(session, gate) -> Commit:
+    "What a drain is measured against: where one began that was not judged, else the present version"
+    versions = [*(c for c in line(session.store, session._at.commit) if c.ends_job), Commit()]
+    begin, pending = versions[0], _pending(session)
+    if not gate: return begin
+    if found := [c for c in versions if c.nonce == pending.get('nonce')]: return found[0]
+    held = begin.seq > 0 and begin.prefix not in kept(session.store)
+    session.store.put(KEY, json.dumps({'nonce': begin.nonce, 'step': begin.step, 'held': held}).encode())
+    if held: keep(session.store, begin)
+    return begin
+
+# %% ../nbs/04b_probes.ipynb #cf3fb3f9
+def _judged(session, begin: Commit):
+    "Let go of where it began"
+    if _pending(session).get('held'): keep(session.store, begin, False)
+    session.store.delete(KEY)
+
+# %% ../nbs/04b_probes.ipynb #d367aca8
 @contextmanager
 def _around(session, probes, rule, done: Drained):
     "Measure, let a drain train, and judge it"
     sync(session)
-    begin = _beginning(session)
-    if rule: session.store.put(KEY, json.dumps({'nonce': begin.nonce, 'step': begin.step}).encode())
+    begin = _begin(session, rule)
     with resident(session, begin): before = measure(session, probes)
     yield
     sync(session)
-    if session._at.commit.body.get('open'): done.notices.append(f'probes: the verdict waits until the open job has ended (loss and KL are those of step {begin.step} then)'); return
+    if session._at.commit.body.get('open'): done.notices.append('probes: the verdict waits for the end of the open job'); return
     if session._at.commit.nonce != begin.nonce:
         try: done.probes = _decide(session, probes, rule, begin, before)
         except Conflict: done.notices.append('probes: another process committed first; the next drain with a gate judges both'); return
         done.notices.append(str(done.probes))
-    if rule: session.store.delete(KEY)
+    if rule: _judged(session, begin)
 
-# %% ../nbs/04b_probes.ipynb #cf3fb3f9
+# %% ../nbs/04b_probes.ipynb #2f6bfedb
 def drain(session, max_seconds=None, watch=lambda event: None, wait=False, # as in `drain.drain`
           probes=None, # rows and prompts, as `read_probes` takes them
           gate: Rule | None = None # None: only measure
@@ -169,13 +182,19 @@ def drain(session, max_seconds=None, watch=lambda event: None, wait=False, # as 
     with session.lock:
         read = read_probes(probes, session.tokenizer(watch), session.config.max_length)
         around = partial(_around, session, read, gate)
-        done = draining.drain(session, max_seconds, watch, wait, around)
-        if gate and not done.receipts and session.store.get(KEY): # nothing waits, but a drain was killed before its verdict
-            with Lease(session.store, session.config.lease_seconds, wait, watch) as session._lease:
-                draining.ready(session, watch)
-                with around(done): pass
-            done.global_step = session.at().commit.step
+        try:
+            done = draining.drain(session, max_seconds, watch, wait, around)
+            if gate and not done.receipts and not done.stopped and _pending(session): _judge_late(session, around, done, wait, watch)
+        except OSError as e: raise Refused(f'{session.store}: {e.strerror or e}; the last good commit stands') from e
         return done
+
+# %% ../nbs/04b_probes.ipynb #235fde95
+def _judge_late(session, around, done: Drained, wait, watch):
+    "Nothing waits, but a drain was killed before its verdict"
+    with Lease(session.store, session.config.lease_seconds, wait, watch) as session._lease:
+        draining.ready(session, watch)
+        with around(done): pass
+    done.global_step = session.at().commit.step
 
 # %% ../nbs/04b_probes.ipynb #94b5f585
 def run(session, run, *args, watch=lambda event: None, # as in `run.run`
@@ -191,7 +210,8 @@ def run(session, run, *args, watch=lambda event: None, # as in `run.run`
         if not result.summary['finished'] or result.summary.get('probes'): return result
         with Lease(session.store, session.config.lease_seconds, watch=watch) as session._lease:
             with resident(session, Commit()): before = measure(session, read)
-            verdict = _decide(session, read, gate, Commit(), before)
+            try: verdict = _decide(session, read, gate, Commit(), before)
+            except Conflict: raise Refused(f'another process trains the run {run.name!r} now; one is enough') from None
         result.summary.update(probes=verdict, stopped=f"{result.summary['stopped'] or 'finished at step ' + str(result.summary['steps'])}; {verdict}")
         Recorder(result.record).summary(result.summary)
         return result

@@ -156,6 +156,13 @@ def _push_problem(error, repo) -> str:
     return f'the Hub cannot be reached for {repo} ({type(error).__name__}); try again later'
 
 # %% ../nbs/04b_publish.ipynb #17f3d7a2
+def _private(api, repo) -> bool | None: # None: there is no such repository, or we may not see it
+    "Whether a repository is private; asked first, since what follows would try again and again before it says that there is no Hub"
+    from huggingface_hub.errors import RepositoryNotFoundError
+    try: return api.model_info(repo, timeout=10).private
+    except RepositoryNotFoundError: return None
+
+# %% ../nbs/04b_publish.ipynb #c9ed6171
 def push(session,
          repo: str, # `owner/name` on the Hub
          version=None, merge=False, # as in `export`
@@ -168,8 +175,8 @@ def push(session,
         found, files = _version(session, version)
         try:
             api = HfApi()
-            repo = api.create_repo(repo, private=not public, exist_ok=True).repo_id
-            private = api.model_info(repo).private
+            private = _private(api, repo)
+            if private is None: repo, private = api.create_repo(repo, private=not public, exist_ok=True).repo_id, not public
             if not (public or private): raise Refused(f'{repo} is there already and public; give --public to push into it, or another name')
             _write(session, found, files, Path(scratch)/'it', repo, merge, watch)
             watch(f'pushing to {repo}')

@@ -52,7 +52,7 @@ def test_a_harmful_trace_goes_and_a_good_one_stays(session, tmp_path):
     assert weights(second) == kept and bad.global_step == 4 and not len(second.queue) and second.status()['commit'] == log + 2 # the job and the way back are in the log
     assert [(e['id'], e['status'].split(':')[0]) for e in second.history()] == [('good', 'trained'), ('probes at step 4', 'kept'), ('harmful', 'undone'), ('undo to step 4', 'done')]
     assert second.status()['probes'].startswith('rolled back: the loss on the probes rose by') and second.history()[-1]['probes']['after'] == bad.probes['after']
-    assert not any(word in p.read_bytes() for p in (tmp_path/'bucket').rglob('*.json') for word in (b'parcel', b'sorry', b'app closes')) and not second.store.get('gate.json')
+    assert not any(word in p.read_bytes() for p in (tmp_path/'bucket').rglob('*.json') if not p.name.startswith('tokenizer') for word in (b'parcel', b'sorry', b'app closes')) and not second.store.get('gate.json')
 
     third = session()
     third.submit(GOOD[:4], id='next')
@@ -84,6 +84,16 @@ def test_a_kill_before_the_verdict(session, monkeypatch):
     assert (later.probes['verdict'], later.global_step, later.receipts) == ('rolled back', 0, []) and session().store.get('gate.json') is None
 
 
+def test_more_jobs_than_versions_are_kept(session):
+    "KEEP_CHECKPOINTS lets go of what came between, not of where the drain began; afterwards it is held no more"
+    s = session(keep_checkpoints=1)
+    s.submit(GOOD[:4], id='good'); s.drain()
+    before, high = weights(s), session(1e-1, keep_checkpoints=1)
+    for n in range(5): high.submit(HARMFUL[n:n + 8], id=f'harmful-{n}')
+    done = high.drain(probes=PROBES, gate=Rule())
+    assert done.probes['verdict'] == 'rolled back' and len(done.probes['undone']) == 5 and weights(high) == before and not high.store.list('kept')
+
+
 def test_a_stop_in_the_middle_of_a_job(session):
     "The verdict waits for the end of the job, and goes back to where it began"
     s = session(1e-1)
@@ -101,7 +111,7 @@ def test_a_preference_job_and_its_reference(session):
     reference = s.status()['reference'], s.at().files['reference.safetensors']
     high = session(1e-1)
     high.submit(pairs(8), 'dpo', id='pairs'); high.submit(HARMFUL, id='harmful')
-    assert high.drain(probes=PROBES, gate=Rule(max_rise=0.0)).probes['undone'] == ['harmful', 'pairs'][::1]
+    assert high.drain(probes=PROBES, gate=Rule(max_rise=0.0)).probes['undone'] == ['pairs', 'harmful'] # newest first, as `undo` names them
     assert (high.status()['reference'], high.at().files['reference.safetensors']) == reference
 
 
@@ -119,7 +129,7 @@ def test_kl_by_hand(session):
 def test_a_run_is_judged_by_its_validation_rows(certain, tmp_path):
     "Kept where they fit, rolled back to the base model where they contradict; the record says so, and the next call judges nothing again"
     (tmp_path/'train.jsonl').write_text('\n'.join(map(json.dumps, GOOD)))
-    for name, rows, rate in (('good', GOOD[:3], 0.01), ('harmful', [chat('Where is parcel 3?', 'technical, high')], 0.1)):
+    for name, rows, rate in (('good', GOOD[:3], 0.01), ('harmful', [chat('Where is parcel 3?', 'technical, high')], 0.3)):
         (tmp_path/f'{name}-val.jsonl').write_text('\n'.join(map(json.dumps, rows)))
         (tmp_path/f'{name}.toml').write_text(as_toml({'name': name, 'threads': 1, 'model': {'id': str(certain)}, 'data': {'train': 'train.jsonl', 'val': f'{name}-val.jsonl', 'max_tokens': 64}, 'train': {'learning_rate': rate, 'batch_size': 4, 'spike': 0.0}}))
     results = {}
