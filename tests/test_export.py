@@ -70,6 +70,11 @@ def test_the_card(session, tmp_path):
     text = (tmp_path/'it'/'README.md').read_text()
     for line in ('| sft | 2 | 16 | 16 | 4 |', '| dpo | 1 | 4 | 4 | 1 |', '| 1 to 2 | sft | 8 of 8 |', '| rank | 8 |', '| learning_rate | 0.03 |', session.experiment()['weights'], "model = peft.PeftModel.from_pretrained(base, 'it')"): assert line in text, line
     assert not any(word in text for word in (*SECRETS, str(tmp_path), session.experiment()['ledger_key'], *(e['content'] for e in session.history())))
+    session.branch('calm')
+    calm = Session(session.config.model_copy(update={'experiment': 'calm'}))
+    calm.submit(tickets(3)); calm.drain()
+    calm.export(tmp_path/'branch')
+    assert '| sft | 3 | 19 | 19 | 5 |' in (tmp_path/'branch'/'README.md').read_text() # what it learned before it was a branch counts
     assert str(tmp_path).encode() not in b''.join(p.read_bytes() for p in (tmp_path/'it').iterdir())
 
 
@@ -79,6 +84,9 @@ def test_what_is_refused(session, settings, tmp_path, monkeypatch):
     (tmp_path/'empty').mkdir()
     for words, folder, version in (('not an empty folder', 'full', None), ('no version at step 99', 'a', 99), ('no version of commit 9', 'a', 'commit:9'), ('names no version', 'a', '../x'), ('the base model', 'a', 0), ('no experiment', 'a', 'calm@3')):
         with pytest.raises(Refused, match=words): session.export(tmp_path/folder, version)
+    session.undo(to=0)
+    with pytest.raises(Refused, match='step 0 is the base model'): session.export(tmp_path/'a')
+    session.undo(to=5)
     with pytest.raises(Refused, match='nothing was trained'): Session(settings(experiment='new')).export(tmp_path/'a')
     with monkeypatch.context() as m:
         m.setattr(publish, 'card', lambda *_: (_ for _ in ()).throw(OSError(28, 'No space left on device')))
