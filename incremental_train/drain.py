@@ -9,6 +9,7 @@ __all__ = ['checked_base', 'free_mb', 'free_disk_mb', 'choose_engine', 'ready', 
 # %% ../nbs/04b_drain.ipynb #4db318c1
 import json, platform, secrets, shutil, time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from functools import cache
@@ -189,6 +190,7 @@ class Drained:
     stopped: str = '' # why it ended before the queue was empty
     global_step: int = 0
     waiting: int = 0 # jobs
+    probes: dict | None = None # what probes said about it
 
     def summary(self) -> dict: # JSON
         "What `drain --json` prints"
@@ -346,7 +348,8 @@ def _run_queue(session, done, clock, watch):
 def drain(session, # a `Session`
           max_seconds: float | None = None, # end inside this time, at a commit; at least one step is made
           watch=lambda event: None, # told what happens: texts, `Job`, `Step`, `Receipt`
-          wait: bool = False # for another drain to end
+          wait: bool = False, # for another drain to end
+          around=lambda done: nullcontext() # stands around the training, inside the lease
          ) -> Drained:
     "Train everything that waits; what fails keeps waiting, and the others go on"
     done, clock = Drained(), _Clock(max_seconds)
@@ -362,7 +365,7 @@ def drain(session, # a `Session`
             session.queue.refresh()
             try:
                 done.notices += ready(session, watch)
-                _run_queue(session, done, clock, watch)
+                with around(done): _run_queue(session, done, clock, watch)
             except BaseException: # the resident state may be half changed
                 session._at = None
                 try: settle(session)

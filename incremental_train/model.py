@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EMBEDDED', 'cache_folder', 'fingerprints', 'Base', 'find_base', 'choose_dtype', 'find_device', 'return_large_blocks',
-           'load_base', 'keep_rng', 'add_adapter', 'fresh_adapter', 'answer']
+           'load_base', 'keep_rng', 'add_adapter', 'fresh_adapter', 'Spoken', 'answer']
 
 # %% ../nbs/02a_model.ipynb #d45c6565
 import hashlib, json, os, re, subprocess, sys, tempfile, warnings, zipfile
@@ -261,15 +261,38 @@ def fresh_adapter(model, # a PeftModel
             weight.copy_(draw)
 
 # %% ../nbs/02a_model.ipynb #da7ddf12
+class Spoken:
+    "Says an answer as it grows; `generate` takes it for a streamer"
+    def __init__(self, tokenizer: ChatTokenizer, say): self.tokenizer, self.say, self.ids, self.said = tokenizer, say, None, ''
+
+    def put(self, value):
+        if self.ids is None: self.ids = []; return # the prompt
+        self.ids += value.flatten().tolist()
+        if not (text := self.text()).endswith('\ufffd'): self._say(text)
+
+    def text(self) -> str: return self.tokenizer.chat.decode(self.ids or [], skip_special_tokens=True).strip()
+    def end(self): self._say(self.text())
+
+    def _say(self, text):
+        if not text.startswith(self.said) or text == self.said: return
+        self.say(text[len(self.said):])
+        self.said = text
+
+# %% ../nbs/02a_model.ipynb #541ce796
 def answer(model, # a PeftModel
            tokenizer: ChatTokenizer,
            messages, # a conversation that ends with a user turn
            adapter=True, # False: the base model answers
-           max_new_tokens=128
+           max_new_tokens=128,
+           temperature=0.0, # 0: greedily, the likeliest token each time
+           seed=0, # of what is drawn at a temperature
+           say=lambda piece: None # told the answer, piece by piece
           ) -> str:
-    "The model's greedy answer"
+    "The model's answer"
     import torch
-    ids = torch.tensor([tokenizer.prompt_ids(messages)], device=model.device)
-    with torch.no_grad(), (nullcontext() if adapter else model.disable_adapter()):
-        new = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=end_ids(tokenizer) or None, pad_token_id=tokenizer.eos_id)[0, ids.shape[1]:]
-    return tokenizer.chat.decode(new.tolist(), skip_special_tokens=True).strip()
+    ids, spoken = torch.tensor([tokenizer.prompt_ids(messages)], device=model.device), Spoken(tokenizer, say)
+    how = dict(do_sample=True, temperature=temperature, top_k=0, top_p=1.0) if temperature else dict(do_sample=False)
+    with torch.no_grad(), keep_rng(), (nullcontext() if adapter else model.disable_adapter()):
+        if temperature: torch.manual_seed(seed)
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how, max_new_tokens=max_new_tokens, eos_token_id=end_ids(tokenizer) or None, pad_token_id=tokenizer.eos_id, streamer=spoken)
+    return spoken.text()

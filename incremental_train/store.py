@@ -31,7 +31,7 @@ class Commit:
     @property
     def step(self) -> int: return self.body.get('global_step', 0)
     @property
-    def ends_job(self) -> bool: return any(self.body.get(k) for k in ('ledger', 'undo', 'run', 'branched')) # a version that can be gone back to: a job's end, a checkpoint of a run, a branch's beginning
+    def ends_job(self) -> bool: return any(self.body.get(k) for k in ('ledger', 'undo', 'run', 'branched', 'probes')) # a version that can be gone back to: a job's end, a checkpoint of a run, a branch's beginning, a verdict
 
 # %% ../nbs/04_store.ipynb #e040ba9b
 def _key(seq, nonce=''): return f'commits/{seq:020d}' + f'-{nonce[:12]}' * bool(nonce) + '.json'

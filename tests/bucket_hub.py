@@ -66,7 +66,7 @@ def hexed(raw): return ''.join(f'{word:016x}' for word in struct.unpack('<4Q', r
 class ContentStore(Server):
     "Where the bytes are: chunks in xorbs, files as lists of chunks"
     def __init__(self):
-        self.xorbs, self.files = {}, {}
+        self.xorbs, self.files, self.by_sha256 = {}, {}, {}
         super().__init__(ContentHandler)
 
     def add(self, shard):
@@ -80,7 +80,8 @@ class ContentStore(Server):
                 _, size, first, end = struct.unpack('<IIII', shard[at + 32:at + 48])
                 terms.append((hexed(shard[at:at + 32]), size, first, end))
                 at += 48
-            at += 48 * count * (flags >> 31 & 1) + 48 * (flags >> 30 & 1)
+            at += 48 * count * (flags >> 31 & 1)
+            if flags >> 30 & 1: self.by_sha256[hexed(shard[at:at + 32])] = name; at += 48
             if any(xorb not in self.xorbs for xorb, *_ in terms): return False
             self.files[name] = terms
         return True
