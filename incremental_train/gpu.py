@@ -8,7 +8,8 @@ __all__ = ['lent_seconds', 'under_gpu', 'drain']
 # %% ../nbs/04b_gpu.ipynb #373f7a75
 from .bucket import ObjectStore
 from .config import Config, Refused
-from .drain import Drained, drain as drain_here
+from .drain import Drained
+from .probes import Rule, drain as drain_here
 from .queue import Job
 from .store import head
 
@@ -19,16 +20,16 @@ def lent_seconds(max_seconds: float | None) -> tuple[float, float]: # (asked for
     return asked, asked - min(10.0, asked / 6)
 
 # %% ../nbs/04b_gpu.ipynb #4f7e3607
-def _there(make, config: Config, jobs: list[Job], max_seconds: float | None, wait: bool) -> tuple: # (`Drained` or `Refused`, ids of jobs that still wait)
+def _there(make, config: Config, jobs: list[Job], max_seconds: float | None, asked: dict) -> tuple: # (`Drained` or `Refused`, ids of jobs that still wait)
     "A drain in a process that ends with the call"
     session = make(config.model_copy(update={'threads': 1}))
     for job in jobs: session.queue.submit(job.trace, job.id)
-    try: done = drain_here(session, lent_seconds(max_seconds)[1], wait=wait)
+    try: done = drain_here(session, lent_seconds(max_seconds)[1], **asked)
     except Refused as e: done = e
     return done, [job.id for job in session.queue]
 
 # %% ../nbs/04b_gpu.ipynb #dd93197b
-def _duration(make, config, jobs, max_seconds, wait) -> float: # seconds
+def _duration(make, config, jobs, max_seconds, asked) -> float: # seconds
     "What is asked for, from the arguments of the call"
     return lent_seconds(max_seconds)[0]
 
@@ -46,24 +47,26 @@ _lent = under_gpu(_there, _duration)
 def drain(session, # a `Session`
           max_seconds: float | None = None, # end inside this time, at a commit; at least one step is made
           watch=lambda event: None, # told what happens: texts, `Job`, `Step`, `Receipt`
-          wait: bool = False # for another drain to end
+          wait: bool = False, # for another drain to end
+          probes=None, gate: Rule | None = None # as in `probes.drain`
          ) -> Drained:
     "Train everything that waits: on this machine, or in a call that is lent a GPU"
-    if _lent is _there: return drain_here(session, max_seconds, watch, wait)
+    asked = dict(wait=wait, probes=probes, gate=gate)
+    if _lent is _there: return drain_here(session, max_seconds, watch, **asked)
     with session.lock:
         session.queue.refresh()
-        if not len(session.queue) and not head(session.store).body.get('open'): return drain_here(session)
+        if probes is None and not len(session.queue) and not head(session.store).body.get('open'): return drain_here(session)
         if isinstance(session.store, ObjectStore): raise Refused(f'{session.store} cannot be used from the process that ZeroGPU lends a card to; set BUCKET_ID to a Hugging Face bucket (ns/name) or a folder')
         import incremental_train.train # seconds under the card are counted: what can be imported and fetched before is
         session.base(weights=True, watch=watch)
         watch(f'asking for a GPU for {lent_seconds(max_seconds)[0]:g} s')
-        return _given_back(session, *_call(session, max_seconds, wait), watch)
+        return _given_back(session, *_call(session, max_seconds, asked), watch)
 
 # %% ../nbs/04b_gpu.ipynb #55b04712
-def _call(session, max_seconds, wait): # -> what `_there` returns
+def _call(session, max_seconds, asked): # -> what `_there` returns
     "Ask for the card; jobs go along if the queue is in memory"
     jobs = [] if session.queue.store else list(session.queue)
-    try: return _lent(type(session), session.config, jobs, max_seconds, wait)
+    try: return _lent(type(session), session.config, jobs, max_seconds, asked)
     except Exception as e: raise Refused(f'the call under the GPU did not come back ({e}): what it committed stands, what waits still waits, and the next drain goes on; if it was too short for loading and one step, --max-seconds asks for more') from e
 
 # %% ../nbs/04b_gpu.ipynb #f0279a8f

@@ -21,7 +21,7 @@ from .model import Base, answer, find_base
 from .plan import count_params, n_steps
 from .queue import Queue
 from .planning import plan
-from .probes import drain, run
+from .probes import run
 from .publish import export, push
 from .record import content_hash
 from .store import Checkout, checkout, moved
