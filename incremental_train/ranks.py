@@ -200,9 +200,9 @@ def _join(patience):
     cpu = env.get('ACCELERATE_USE_CPU', '').lower() in ('1', 'true', 'yes')
     cards = [c for c in env.get('CUDA_VISIBLE_DEVICES', ','.join(map(str, range(local + 1)))).split(',') if c]
     env['CUDA_VISIBLE_DEVICES'] = '' if cpu or local >= len(cards) else cards[local]
-    from torch import distributed
+    from torch import cuda, distributed
     fsdp = env.get('ACCELERATE_USE_FSDP', '').lower() in ('1', 'true')
-    try: distributed.init_process_group('cpu:gloo,cuda:nccl' if fsdp and env['CUDA_VISIBLE_DEVICES'] and not cpu else 'gloo', timeout=timedelta(seconds=patience)) # gloo cannot gather the parts of a layer between cards
+    try: distributed.init_process_group('cpu:gloo,cuda:nccl' if fsdp and cuda.is_available() else 'gloo', timeout=timedelta(seconds=patience)) # gloo cannot gather the parts of a layer between cards
     except RuntimeError as e: raise Refused(f"process {rank + 1} of {world} did not meet the others: {str(e).splitlines()[0]}; is {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')} the first one's, and free?") from e
     _place.rank, _place.world, _place.patience, _place.sharded = rank, world, patience, fsdp
     for name in LAUNCHER: env.pop(name, None) # accelerate and child processes would try to join, too
