@@ -66,31 +66,32 @@ def new_state(settings):
 def encoded(settings, method, data): return encode_trace(parse_trace(data, method), Session(load_config({}, **settings)).tokenizer(), 256)
 
 
-def every_step(settings, tasks):
-    "Each task from its own state: -> (loss, metrics, adapter before and after, mean loss after)"
-    state, seen = new_state(settings), []
-    for method, files, rows in tasks:
-        together(load_files, state, files)
-        before, references = adapter_tensors(state), {}
-        (step,) = train(state, method, rows, references=references)
-        seen.append((step.loss, step.metrics, before, adapter_tensors(state), mean_loss(state, method, rows), step.grad_norm))
-    return seen
+def one_step(state, method, rows):
+    "-> (loss, metrics, adapter before and after, gradient norm, mean loss after)"
+    before = adapter_tensors(state)
+    (step,) = train(state, method, rows, references={})
+    return step.loss, step.metrics, before, adapter_tensors(state), step.grad_norm, mean_loss(state, method, rows) if state.engine == 'packed' else 0.0 # TRL's evaluation is the first process's alone
 
 
 def write_steps(settings, tasks, out):
-    with open(out, 'wb') as f: pickle.dump(every_step(settings, tasks), f)
+    "Each task from its own state"
+    state, seen = new_state(settings), []
+    for method, files, rows in tasks:
+        together(load_files, state, files)
+        seen.append(one_step(state, method, rows))
+    with open(out, 'wb') as f: pickle.dump(seen, f)
 
 
-def tasks_of(settings):
-    "Steps of 4, 3 and 1 ragged rows by each method, each from the state that the one before leaves"
-    state, tasks = new_state(settings), []
-    for method, rows in (('sft', tickets(8)), ('sft', tickets(8, start=20)), ('kto', thumbs(8)), ('dpo', pairs(8))):
+def one_process(settings):
+    "Steps of 4, 3 and 1 ragged rows by each method, each from the state that the one before leaves: -> (tasks, what they came to)"
+    state, tasks, seen = new_state(settings), [], []
+    for method, rows in (('sft', tickets(8)), ('sft', tickets(4, start=20)), ('kto', thumbs(8)), ('dpo', pairs(8))):
         rows = encoded(settings, method, rows)
-        for part in (rows[:4], rows[4:7], rows[7:]):
+        for part in filter(None, (rows[:4], rows[4:7], rows[7:])):
             tasks.append((method, state_files(state), part))
-            train(state, method, part)
+            seen.append(one_step(state, method, part))
         if state.reference is None: move_reference(state) # not again: KTO's KL is then above 0
-    return tasks
+    return tasks, seen
 
 
 @pytest.mark.parametrize('engine', ['packed', 'trl'])
@@ -98,13 +99,12 @@ def tasks_of(settings):
 def test_two_processes_make_the_single_one_s_steps(toy, tmp_path, engine, ranks):
     "Losses within 1e-5 and, from the same state, updates within 1e-3, by each method, a step of one row included"
     settings = dict(model_id=str(toy), bucket_id=str(tmp_path/'unused'), learning_rate=1e-2, threads=1, engine=engine)
-    tasks = tasks_of(settings)
-    alone = every_step(settings, tasks)
+    tasks, alone = one_process(settings)
     assert set(finish(launch(write_steps, settings, tasks, str(tmp_path/'steps'), said=tmp_path/'said', ranks=ranks))) == {0}, (tmp_path/'said').read_text()
     worst = {}
     for (method, _, rows), one, many in zip(tasks, alone, pickle.loads((tmp_path/'steps').read_bytes()), strict=True):
         norm = lambda a, b: sum((a[k].double() - b[k].double()).pow(2).sum().item() for k in a) ** 0.5
-        found = {'loss': abs(one[0] - many[0]), 'update': norm(one[3], many[3]) / norm(one[3], one[2]), 'metrics': max([abs(one[1][k] - many[1][k]) for k in one[1]], default=0), 'loss after': abs(one[4] - many[4]), 'gradient norm': abs(one[5] - many[5]) / one[5]}
+        found = {'loss': abs(one[0] - many[0]), 'update': norm(one[3], many[3]) / norm(one[3], one[2]), 'metrics': max([abs(one[1][k] - many[1][k]) for k in one[1]], default=0), 'gradient norm': abs(one[4] - many[4]) / one[4], 'loss after': abs(one[5] - many[5])}
         assert one[1].keys() == many[1].keys() and norm(one[2], many[2]) == 0
         worst[method] = {k: max(v, worst.get(method, {}).get(k, 0)) for k, v in found.items()}
     print(engine, ranks, {m: {k: f'{v:.1e}' for k, v in w.items()} for m, w in worst.items()})
@@ -132,35 +132,37 @@ def drain(settings, out):
     with open(out, 'a') as f: print(json.dumps({'process': os.getpid(), 'world': world(), **done.summary()}), file=f)
 
 
+def difference(losses, settings) -> float:
+    "Largest one between the losses of five jobs and those that a bucket's commits hold"
+    store = Session(load_config({}, **settings)).store
+    held = [e['losses'] for c in range(1, 6) for e in json.loads(store.get(f'commits/{c:020d}.json'))['body']['ledger']]
+    return max(abs(a - b) for one, other in zip(losses, held, strict=True) for a, b in zip(one, other, strict=True))
+
+
 @pytest.mark.parametrize('engine', ['packed', pytest.param('trl', marks=pytest.mark.slow)])
 def test_one_writer(bucket, tmp_path, engine):
-    "Two processes drain five mixed jobs: the first one alone writes, the losses are a single process's, dropout included the bytes are the same each time"
-    single, ends = bucket(engine=engine), []
+    "Two processes drain five mixed jobs: the first one alone writes, and the losses are a single process's"
+    single, settings = bucket(engine=engine), bucket(engine=engine)
     losses = [r.losses for r in submit(single, TRACES).drain().receipts]
-    for n, settings in enumerate([bucket(engine=engine), bucket(engine=engine, lora_dropout=0.1), bucket(engine=engine, lora_dropout=0.1)]):
-        submit(settings, TRACES)
-        processes = launch(drain, settings, str(tmp_path/f'{n}'), said=tmp_path/'said')
-        assert finish(processes) == [0, 0], (tmp_path/'said').read_text()
-        (done,) = map(json.loads, (tmp_path/f'{n}').read_text().splitlines())
-        assert (done['process'], done['world'], done['waiting']) == (processes[0].pid, 2, 0)
-        ends.append(outcome(settings))
-        session = Session(load_config({}, **settings))
-        if not n:
-            entries = [e for c in range(1, 6) for e in json.loads(session.store.get(f'commits/{c:020d}.json'))['body']['ledger']]
-            worst = max(abs(a - b) for one, e in zip(losses, entries, strict=True) for a, b in zip(one, e['losses'], strict=True))
-            print(engine, 'losses over', STEPS, 'steps of one drain within', worst)
-            assert worst < 1e-5
-        assert session.experiment()['processes'] == 2 and session.store.get('lease.json') is None
-    assert ends[1] == ends[2] and ends[1][1:] == (STEPS, [(f'job-{i:02d}', n, True) for i, (_, n) in enumerate(JOBS)], [])
+    submit(settings, TRACES)
+    processes = launch(drain, settings, str(tmp_path/'out'), said=tmp_path/'said')
+    assert finish(processes) == [0, 0], (tmp_path/'said').read_text()
+    (done,) = map(json.loads, (tmp_path/'out').read_text().splitlines())
+    assert (done['process'], done['world'], done['waiting']) == (processes[0].pid, 2, 0)
+    worst = difference(losses, settings)
+    print(f'{engine}: losses of {STEPS} steps of one drain within {worst:.1e}')
+    assert worst < 1e-5 and outcome(settings)[1:] == (STEPS, [(f'job-{i:02d}', n, True) for i, (_, n) in enumerate(JOBS)], [])
+    session = Session(load_config({}, **settings))
+    assert session.experiment()['processes'] == 2 and session.store.get('lease.json') is None
 
 
 @pytest.mark.parametrize('engine', ['packed', pytest.param('trl', marks=pytest.mark.slow)])
 def test_a_killed_process(bucket, tmp_path, engine):
     "Kill -9 of either process at several places: the job ends in seconds and with words, the bucket verifies, the next start goes on, and the end is that of an undisturbed job, byte for byte"
-    calm, settings, words, longest = bucket(engine=engine), bucket(engine=engine), [], 0.0
+    calm, settings, words, longest = bucket(engine=engine, lora_dropout=0.1), bucket(engine=engine, lora_dropout=0.1), [], 0.0
     for s in (calm, settings): submit(s, TRACES)
     finish(launch(drain, calm, str(tmp_path/'calm'), said=tmp_path/'said'))
-    for n, (victim, commits) in enumerate([(1, 0), (1, 1), (0, 2), (1, 3), (0, 4)]):
+    for n, (victim, commits) in enumerate([(1, 0), (1, 1), (0, 2), (1, 3)]):
         said = tmp_path/f'said-{n}'
         processes = launch(drain, settings, str(tmp_path/'out'), said=said)
         store, end = Session(load_config({}, **settings)).store, time.monotonic() + 60
@@ -176,7 +178,7 @@ def test_a_killed_process(bucket, tmp_path, engine):
         assert not at.passed_over and len(at.files) == len(at.commit.files)
         if codes[victim] == -9: words.append((victim, codes, said.read_text().strip().splitlines()[-1:]))
     print(f'{len(words)} kills, the others ended within {longest:.1f} s', *words, sep='\n')
-    assert len(words) >= 3 and all('gone' in w[2][0] and 'goes on from it' in w[2][0] and w[1][1 - w[0]] == 1 for w in words)
+    assert len(words) >= 2 and all('gone' in w[2][0] and 'goes on from it' in w[2][0] and w[1][1 - w[0]] == 1 for w in words)
     assert finish(launch(drain, settings, str(tmp_path/'out'), said=tmp_path/'said')) == [0, 0]
     assert outcome(settings) == outcome(calm)
 
@@ -244,17 +246,30 @@ def command(settings, launcher, *args, seconds=150):
 
 @pytest.mark.parametrize('launcher', [TORCHRUN, pytest.param(ACCELERATE, marks=pytest.mark.slow)], ids=['torchrun', 'accelerate'])
 def test_the_launchers(bucket, launcher):
-    "One object on standard output; what is refused is refused once, and ends all"
+    "One object on standard output"
     settings = bucket()
     submit(settings, TRACES[:1])
     code, out, err = command(settings, launcher, 'drain', '--json')
     assert code == 0, err
-    assert json.loads(out)['jobs'][0]['steps'] == 2
+    assert json.loads(out)['jobs'][0]['steps'] == 2 and outcome(settings)[1] == 2
+
+
+def cli(settings, *args):
+    "The command itself"
+    os.environ.update({k.upper(): str(v) for k, v in settings.items()})
+    sys.argv = ['incremental-train', *args]
+    from incremental_train.cli import main
+    main()
+
+
+def test_a_refusal(bucket, tmp_path):
+    "It is said once, and ends all"
+    settings = bucket()
+    submit(settings, TRACES[:1]).drain()
     submit(settings, TRACES[1:2], first=1)
-    code, out, err = command({**settings, 'lora_r': 4}, launcher, 'drain')
-    assert code == 1 and err.count('LORA_R is 4') == 1 and not out
-    print(next(line for line in err.splitlines() if 'LORA_R' in line))
-    assert outcome(settings)[1] == 2
+    assert finish(launch(cli, {**settings, 'lora_r': 4}, 'drain', said=tmp_path/'said')) == [2, 0]
+    (line,) = (tmp_path/'said').read_text().splitlines()
+    assert 'LORA_R is 4, but this experiment was begun with 8' in line
 
 
 # a run file
@@ -267,11 +282,11 @@ def run(path, out):
 
 @pytest.fixture
 def run_file(toy, tmp_path):
-    "Makes a run of 10 rows, 4 per step (so the last step of each of three epochs has two), with validations and checkpoints"
+    "Makes a run of 10 rows, 4 per step (so the last step of each of both epochs has two), with validations and checkpoints"
     def write(name, method, **train):
         for part, rows in (('train', MAKE[method](10)), ('val', MAKE[method](5, start=100))): (tmp_path/f'{part}.jsonl').write_text('\n'.join(map(json.dumps, rows)))
         keys = {'name': name, 'method': method, 'seed': 7, 'threads': 1, 'model': {'id': str(toy)}, 'data': {'train': 'train.jsonl', 'val': 'val.jsonl', 'max_tokens': 128}, 'lora': {'targets': ['q_proj', 'v_proj']},
-                'train': {'learning_rate': 0.01, 'batch_size': 4, 'epochs': 3, 'eval_every': 4, 'checkpoint_every': 2, 'keep_best': True, **train}}
+                'train': {'learning_rate': 0.01, 'batch_size': 4, 'epochs': 2, 'eval_every': 3, 'checkpoint_every': 2, **train}}
         (tmp_path/f'{name}.toml').write_text(as_toml(keys))
         return tmp_path/f'{name}.toml'
     return write
@@ -285,14 +300,14 @@ def test_a_run_file(run_file, tmp_path):
     a, b = (json.loads((tmp_path/n).read_text()) for n in '12')
     worst = max(abs(x - y) for x, y in zip([*a['losses'], a['final_val_loss']], [*b['losses'], b['final_val_loss']], strict=True))
     print(f"{b['steps']} steps and a validation within {worst:.1e}")
-    assert (a['world'], b['world'], b['steps'], b['finished']) == (1, 2, 9, True) and worst < 1e-5
+    assert (a['world'], b['world'], b['steps'], b['finished']) == (1, 2, 6, True) and worst < 1e-5
     processes, log, end = launch(run, cut, tmp_path/'3', said=tmp_path/'lost'), load_run(cut, {}).record/'log.jsonl', time.monotonic() + 60
-    while not (log.exists() and '"step": 5' in log.read_text()) and time.monotonic() < end: time.sleep(0.002)
+    while not (log.exists() and '"step": 3' in log.read_text()) and time.monotonic() < end: time.sleep(0.002)
     processes[1].kill()
     assert finish(processes)[1] == -9 and 'goes on from it' in (tmp_path/'lost').read_text()
     assert finish(launch(run, cut, tmp_path/'3', said=tmp_path/'said')) == [0, 0]
     ends = [checkout(Session(load_run(path, {}).config).store) for path in (two, cut)]
-    assert ends[0].commit.step == 9 and all(ends[0].files[k] == ends[1].files[k] for k in ('adapter_model.safetensors', 'optimizer.pt'))
+    assert ends[0].commit.step == 6 and all(ends[0].files[k] == ends[1].files[k] for k in ('adapter_model.safetensors', 'optimizer.pt'))
 
 
 # a base model in parts
@@ -317,8 +332,6 @@ def test_a_base_model_in_parts(bucket, tmp_path):
     processes = launch(parts, settings, str(tmp_path/'out'), said=tmp_path/'said', env={'ACCELERATE_USE_FSDP': 'true'})
     assert finish(processes) == [0, 0], (tmp_path/'said').read_text()
     found = json.loads((tmp_path/'out').read_text())
-    session = Session(load_config({}, **settings))
-    entries = [e for c in range(1, 6) for e in json.loads(session.store.get(f'commits/{c:020d}.json'))['body']['ledger']]
-    worst = max(abs(a - b) for one, e in zip(losses, entries, strict=True) for a, b in zip(one, e['losses'], strict=True))
+    worst = difference(losses, settings)
     print(f"{found['held']:.0%} of the layers' frozen weights in the first process; losses within {worst:.1e};", found['chat'], found['notices'])
     assert not found['failed'] and found['engine'] == 'trl' and 0.45 < found['held'] < 0.55 and worst < 1e-5 and 'with one process' in found['chat']
