@@ -1119,6 +1119,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'incremental_train.sweep.Swept.summary': ( 'sweep.html#swept.summary',
                                                                                     'incremental_train/sweep.py'),
                                          'incremental_train.sweep._death': ('sweep.html#_death', 'incremental_train/sweep.py'),
+                                         'incremental_train.sweep._knock': ('sweep.html#_knock', 'incremental_train/sweep.py'),
                                          'incremental_train.sweep._outlive_lease': ( 'sweep.html#_outlive_lease',
                                                                                      'incremental_train/sweep.py'),
                                          'incremental_train.sweep._run_all': ('sweep.html#_run_all', 'incremental_train/sweep.py'),

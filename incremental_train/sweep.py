@@ -7,7 +7,7 @@ __all__ = ['run_files', 'for_worker', 'needs', 'check_room', 'attempt', 'import_
            'Swept', 'sweep']
 
 # %% ../nbs/04d_sweep.ipynb #486bdcef
-import os, platform, time, uuid
+import os, platform, socket, time, uuid
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -94,15 +94,21 @@ def import_ray(local: bool): # -> the package
     return ray
 
 # %% ../nbs/04d_sweep.ipynb #4fd176e5
+def _knock(address: str):
+    "Whether anybody listens at host:port; Ray itself would try for minutes"
+    host, _, port = address.removeprefix('ray://').rpartition(':')
+    if port.isdigit(): socket.create_connection((host, int(port)), timeout=10).close()
+
+# %% ../nbs/04d_sweep.ipynb #0eb1aec0
 @contextmanager
 def cluster(ray, address: str | None, watch=lambda event: None):
     "Connect to a cluster, or start one here; one that this process is connected to already is used and left as it is"
     if ray.is_initialized(): yield; return
     quiet = dict(log_to_driver=False, logging_level='error')
     try:
-        if address: ray.init(address=address, **quiet)
+        if address: _knock(address); ray.init(address=address, **quiet)
         else: watch('starting Ray on this machine'); ray.init(address='local', include_dashboard=False, object_store_memory=10**8, **quiet)
-    except (ConnectionError, ValueError, RuntimeError) as e: raise Refused(f"no Ray cluster at {address or 'local'} ({(str(e).splitlines() or [''])[0]}); `ray status` shows where one runs, and without --ray one is started here") from e
+    except (OSError, ValueError, RuntimeError) as e: raise Refused(f"no Ray cluster at {address or 'local'} ({(str(e).splitlines() or [''])[0]}); `ray status` shows where one runs, and without --ray one is started here") from e
     try: yield
     finally: ray.shutdown()
 
