@@ -1133,6 +1133,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'incremental_train.sweep.needs': ('sweep.html#needs', 'incremental_train/sweep.py'),
                                          'incremental_train.sweep.run_files': ('sweep.html#run_files', 'incremental_train/sweep.py'),
                                          'incremental_train.sweep.seen_from': ('sweep.html#seen_from', 'incremental_train/sweep.py'),
+                                         'incremental_train.sweep.start_ray': ('sweep.html#start_ray', 'incremental_train/sweep.py'),
                                          'incremental_train.sweep.sweep': ('sweep.html#sweep', 'incremental_train/sweep.py')},
             'incremental_train.terminal': { 'incremental_train.terminal._cell': ('terminal.html#_cell', 'incremental_train/terminal.py'),
                                             'incremental_train.terminal._interruptible': ( 'terminal.html#_interruptible',
