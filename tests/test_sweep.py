@@ -17,14 +17,14 @@ from incremental_train.config import Refused
 from incremental_train.lease import holder
 from incremental_train.runfile import load_run
 from incremental_train.runs import Record
-from incremental_train.sweep import import_ray, sweep
+from incremental_train.sweep import import_ray, start_ray, sweep
 
 
 @pytest.fixture(scope='module')
 def fleet():
     "Ray with two workers of one CPU each"
     ray = import_ray(local=True)
-    ray.init(address='local', num_cpus=2, include_dashboard=False, object_store_memory=10**8, log_to_driver=False, logging_level='error')
+    start_ray(ray, num_cpus=2)
     yield ray
     ray.shutdown()
 
