@@ -50,7 +50,7 @@ def test_a_harmful_trace_goes_and_a_good_one_stays(session, tmp_path):
     bad = second.drain(probes=PROBES, gate=Rule())
     assert bad.probes['verdict'] == 'rolled back' and bad.probes['undone'] == ['harmful'] and 'rose by' in bad.probes['because'], bad
     assert weights(second) == kept and bad.global_step == 4 and not len(second.queue) and second.status()['commit'] == log + 2 # the job and the way back are in the log
-    assert [(e['id'], e['status'].split(':')[0]) for e in second.history()] == [('good', 'trained'), ('probes at step 4', 'kept'), ('harmful', 'undone'), ('undo to step 4', 'done')]
+    assert [(e['id'], e['status'].split(':')[0]) for e in second.history()] == [('good', 'trained'), ('probes at step 4', 'kept'), ('harmful', 'undone'), ('undo to step 4', 'rolled back')]
     assert second.status()['probes'].startswith('rolled back: the loss on the probes rose by') and second.history()[-1]['probes']['after'] == bad.probes['after']
     assert not any(word in p.read_bytes() for p in (tmp_path/'bucket').rglob('*.json') if not p.name.startswith('tokenizer') for word in (b'parcel', b'sorry', b'app closes')) and not second.store.get('gate.json')
 
