@@ -32,8 +32,8 @@ def history(session) -> Ledger:
         known = dict(commit=c.seq, at=when(c.body['at']), checkpoint=c.prefix)
         probes, done = c.body.get('probes'), 'done' if c.nonce in standing else 'undone'
         if probes: known['probes'] = probes
-        if 'undo' in c.body: entries.append(dict(known, id=f'undo to step {c.step}', method='', content='', status=f"{done}: {probes['because']}" if probes else done))
-        elif probes: entries.append(dict(known, id=f'probes at step {c.step}', method='', content='', status=f"{probes['verdict']}: {probes['because']}" if done == 'done' else done))
+        said = f"{probes['verdict']}: {probes['because']}" if probes and done == 'done' else done
+        if 'undo' in c.body or probes: entries.append(dict(known, id=f"{'undo to' if 'undo' in c.body else 'probes at'} step {c.step}", method='', content='', status=said))
         if 'branched' in c.body: entries.append(dict(known, id=f"branched off {c.body['branched']['experiment'] or 'the bucket'} at step {c.step}", method='', content='', status='done'))
         for entry in c.body['ledger']:
             r = receipt_from(entry)

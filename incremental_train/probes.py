@@ -122,7 +122,7 @@ def _decide(session, probes: Probes, rule: Rule | None, begin: Commit, before: d
     sync(session)
     at, after = session._at, measure(session, probes)
     broken = rule.broken(probes, before, after) if rule else []
-    because = ' and '.join(broken) or (f'{rule}' if rule else 'no gate was asked for')
+    because = ' and '.join(broken) or (f'within the rule that {rule}' if rule else 'no gate was asked for')
     verdict = Verdict(verdict='rolled back' if broken else 'kept' if rule else 'measured', because=because, before=before, after=after, rows=len(probes.rows), prompts=len(probes.prompts),
                       probes=keyed_hash(probes.content(), session.experiment()['ledger_key']), rule=vars(rule) if rule else None)
     if not broken: remark(session, at, {'probes': verdict}); return verdict

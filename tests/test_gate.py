@@ -50,7 +50,7 @@ def test_a_harmful_trace_goes_and_a_good_one_stays(session, tmp_path):
     bad = second.drain(probes=PROBES, gate=Rule())
     assert bad.probes['verdict'] == 'rolled back' and bad.probes['undone'] == ['harmful'] and 'rose by' in bad.probes['because'], bad
     assert weights(second) == kept and bad.global_step == 4 and not len(second.queue) and second.status()['commit'] == log + 2 # the job and the way back are in the log
-    assert [(e['id'], e['status'].split(':')[0]) for e in second.history()] == [('good', 'trained'), ('probes at step 4', 'kept'), ('harmful', 'undone'), ('undo to step 4', 'done')]
+    assert [(e['id'], e['status'].split(':')[0]) for e in second.history()] == [('good', 'trained'), ('probes at step 4', 'kept'), ('harmful', 'undone'), ('undo to step 4', 'rolled back')]
     assert second.status()['probes'].startswith('rolled back: the loss on the probes rose by') and second.history()[-1]['probes']['after'] == bad.probes['after']
     assert not any(word in p.read_bytes() for p in (tmp_path/'bucket').rglob('*.json') if not p.name.startswith('tokenizer') for word in (b'parcel', b'sorry', b'app closes')) and not second.store.get('gate.json')
 
@@ -126,12 +126,14 @@ def test_kl_by_hand(session):
     assert kl_to_base(model, [ids]) == pytest.approx(torch.nn.functional.kl_div(base.log(), ours, reduction='none').sum(-1).mean().item(), rel=1e-4) and kl_to_base(model, [ids]) > 0.01
 
 
-def test_a_run_is_judged_by_its_validation_rows(toy, tmp_path):
-    "Kept where they fit, rolled back to the base model where they contradict; the record says so, and the next call judges nothing again"
-    (tmp_path/'train.jsonl').write_text('\n'.join(map(json.dumps, GOOD)))
-    for name, rows, rate in (('good', GOOD[:3], 0.01), ('harmful', [chat('Where is parcel 3?', 'technical, high')], 0.1)):
-        (tmp_path/f'{name}-val.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-        (tmp_path/f'{name}.toml').write_text(as_toml({'name': name, 'threads': 1, 'model': {'id': str(toy)}, 'data': {'train': 'train.jsonl', 'val': f'{name}-val.jsonl', 'max_tokens': 64}, 'train': {'learning_rate': rate, 'batch_size': 4, 'spike': 0.0}}))
+def test_a_run_is_judged_by_its_validation_rows(session, certain, tmp_path):
+    "Kept where it learns what they say; rolled back to its base model, one that knew it already, where it learns something else; the record says so, and the next call judges nothing again"
+    knows = session()
+    knows.submit(GOOD); knows.drain(); knows.export(tmp_path/'knows', merge=True)
+    (tmp_path/'val.jsonl').write_text('\n'.join(map(json.dumps, PROBES[:4])))
+    for name, rows, model, rate in (('good', GOOD, certain, 0.01), ('harmful', HARMFUL, tmp_path/'knows', 0.1)):
+        (tmp_path/f'{name}.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+        (tmp_path/f'{name}.toml').write_text(as_toml({'name': name, 'threads': 1, 'model': {'id': str(model)}, 'data': {'train': f'{name}.jsonl', 'val': 'val.jsonl', 'max_tokens': 64}, 'train': {'learning_rate': rate, 'batch_size': 4, 'spike': 0.0}}))
     results = {}
     for name in ('good', 'harmful'):
         run = load_run(tmp_path/f'{name}.toml', {'BUCKET_ID': str(tmp_path/'bucket')})
