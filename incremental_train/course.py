@@ -154,11 +154,18 @@ class Work:
     def __init__(self, session: Session):
         self.session = self.training = session
         self.lane, self.course, self.panels = Lane(), None, WeakSet()
-        self.standing, self.ledger, self.answer, self.failed = {}, Ledger(), None, {}
+        self.standing, self.ledger, self.answer = {}, Ledger(), None
+        self.failed, self.pace = {}, {} # why the last drain could not train a job, by id; seconds per row as planned since, by method
 
     def refresh(self):
         "Look into the bucket"
         self.standing, self.ledger = self.session.status(), self.session.history()
+
+    def seconds(self, job) -> float | None: # None: nothing is known
+        "How long a waiting job takes from its first row on, at the pace of what was planned or trained last by its method"
+        last = next((e for e in reversed(self.ledger) if e['method'] == job.method and e['trained_rows']), None)
+        pace = self.pace.get(job.method) or last and last['seconds'] / last['trained_rows']
+        return pace and pace * len(job.trace.rows)
 
     def stop(self):
         "Let what trains finish its step, commit and end"
@@ -199,6 +206,7 @@ class Work:
         self.failed = course.failed
         done = session.drain(watch=self._watch)
         course.notes.extend(done.notices)
+        self.pace.clear() # what was measured is better
         lines = [f'{id} failed and still waits: {why}' for id, why in self.failed.items()]
         lines.append(f'Stopped at step {done.global_step}, saved; {done.waiting} waiting, training the queue goes on from here' if done.stopped else f'Finished at step {done.global_step}, saved; {done.waiting or "nothing"} waiting')
         return 'failed' if self.failed else 'done', '\n'.join(lines)

@@ -102,7 +102,7 @@ def progress_html(course: Course | None) -> str: # HTML
 
 # %% ../nbs/05_paint.ipynb #987af469
 def thin(points, # (step, value), in order
-         most=160
+         most=120
         ) -> list: # of them
     "Few points that look like all of them: the lowest and the highest of each stretch, and the last"
     if len(points) <= most: return list(points)
