@@ -321,7 +321,7 @@ def _one_job(session, done, clock, watch) -> bool: # whether to go on
     except Exception as e: # whatever is wrong with this job must not keep the others from theirs
         settle(session)
         session._at = None # the resident state may be half changed
-        done.failed.append({'id': job.id, 'error': reason(e)})
+        done.failed.append({'id': job.id, 'error': reason(e)}); watch(done.failed[-1])
         return True
     if not finished: done.stopped = f'stopped after step {session._at.commit.step}, saved; {receipt.trained_rows} of {receipt.rows} rows of {job.id} are trained'
     return finished
@@ -347,7 +347,7 @@ def _run_queue(session, done, clock, watch):
 # %% ../nbs/04b_drain.ipynb #3ecb0dc8
 def drain(session, # a `Session`
           max_seconds: float | None = None, # end inside this time, at a commit; at least one step is made
-          watch=lambda event: None, # told what happens: texts, `Job`, `Step`, `Receipt`
+          watch=lambda event: None, # told what happens: texts, `Job`, `Step`, `Receipt`, and {'id', 'error'} of a job that failed
           wait: bool = False, # for another drain to end
           around=lambda done: nullcontext() # stands around the training, inside the lease
          ) -> Drained:

@@ -9,7 +9,7 @@ __all__ = ['LINE', 'STYLE', 'MARK', 'COLORS', 'block', 'lines', 'table', 'markdo
 # %% ../nbs/05_paint.ipynb #b62fe13e
 import html
 
-from .course import Course, Said
+from .course import Course, Said, many
 from .encode import XRay
 from .plan import Plan, duration
 from .runs import smoothed
@@ -71,7 +71,6 @@ def xray_html(ray: XRay,
 # %% ../nbs/05_paint.ipynb #84b1e4d8
 def plan_html(plan: Plan) -> str: # HTML
     "Steps, seconds, memory against what is free, what will be shortened; the whole plan behind a click"
-    many = lambda n, word: f'{n:,} {word}{"" if n == 1 else "s"}'
     s, short = plan.schedule, plan.train.shortened
     over = plan.peak_mb > plan.free_mb
     facts = [many(s.rows, 'row'), many(s.steps, 'step'), f'about {duration(plan.seconds)}', f'{"⚠ " * over}{plan.peak_mb:,.0f} MB of {plan.free_mb:,.0f} MB free' + ', too much' * over,
@@ -103,7 +102,7 @@ def progress_html(course: Course | None) -> str: # HTML
 
 # %% ../nbs/05_paint.ipynb #987af469
 def thin(points, # (step, value), in order
-         most=160
+         most=120
         ) -> list: # of them
     "Few points that look like all of them: the lowest and the highest of each stretch, and the last"
     if len(points) <= most: return list(points)

@@ -1,9 +1,36 @@
-"A front end without a browser: a real kernel, driven by raw comm messages"
+"A front end without a browser: widgets as a page has them, and a real kernel driven by raw comm messages"
+import json
 import os
 import queue
 import time
 
+from ipywidgets.embed import dependency_state, embed_data
 from jupyter_client.manager import start_new_kernel
+from rows import tickets
+
+
+def every(widget):
+    "The widgets of a tree, in the order of the page"
+    yield widget
+    for child in getattr(widget, 'children', ()): yield from every(child)
+
+
+def state_size(panel):
+    "Characters of the state that a saved notebook holds, layouts and styles included, defaults left out as the front end does"
+    return len(json.dumps(embed_data(views=[panel.box], state=dependency_state([panel.box]))))
+
+
+def fill(panel, steps):
+    "A panel as it is after a long day: something trained, something queued, something looked at, a long history and a log of many rows; its work is done where it is begun"
+    for rows in (tickets(4), tickets(40, 50)):
+        panel.submit.text.value = '\n'.join(map(json.dumps, rows))
+        panel.submit.submit.click()
+        if not panel.work.course: panel.queue.train.click()
+    panel.submit.text.value = '\n'.join(map(json.dumps, tickets(4, 100)))
+    panel.submit.look.click()
+    panel.work.ledger[:] = panel.work.ledger * 500
+    panel.work.course.train[:] = [(n, 2 + (n % 7) / 9) for n in range(1, steps + 1)]
+    panel.work.course.val[:] = [(n, 2 + (n % 7) / 9) for n in range(50, steps + 1, 50)]
 
 
 class Front:
