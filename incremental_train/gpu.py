@@ -15,9 +15,9 @@ from .store import head
 
 # %% ../nbs/04b_gpu.ipynb #83ab6bac
 def lent_seconds(max_seconds: float | None) -> tuple[float, float]: # (asked for, until the last step has to be done)
-    "The seconds of a call, with a sixth of them, 10 at most, for what comes after the last step"
+    "The seconds of a call, with a quarter of them, 10 at most, for what comes after the last step"
     asked = 60.0 if max_seconds is None else max_seconds
-    return asked, asked - min(10.0, asked / 6)
+    return asked, asked - min(10.0, asked / 4)
 
 # %% ../nbs/04b_gpu.ipynb #4f7e3607
 def _there(make, config: Config, jobs: list[Job], max_seconds: float | None, asked: dict) -> tuple: # (`Drained` or `Refused`, ids of jobs that still wait)

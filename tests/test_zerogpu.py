@@ -29,24 +29,24 @@ def lent(toy, tmp_path):
 
 
 def test_inside_its_time_and_on_from_there(lent):
-    """A drain of 6 s ends inside them, at a commit; a call too short to load is killed and costs nothing; the next one goes on from the commit. Jobs that fit
+    """A drain of 8 s ends inside them, at a commit; a call too short to load is killed and costs nothing; the next one goes on from the commit. Jobs that fit
     are trained as they are without a lent card, to the same bytes, and an empty queue asks for none. A refusal comes back in words. This side loads no model"""
     settings, environment, calls = lent
     long, short = settings('long', grad_accum=1), settings('short')
-    scenarios = [(long, {'long': tickets(3000)}, [6, 0.2, 6]), (short, {'job-00': tickets(5), 'job-01': tickets(6, start=50)}, [None, None]), ({**short, 'lora_r': 4}, {'other': tickets(3, start=80)}, [None])]
+    scenarios = [(long, {'long': tickets(3000)}, [8, 0.2, 8]), (short, {'job-00': tickets(5), 'job-01': tickets(6, start=50)}, [None, None]), ({**short, 'lora_r': 4}, {'other': tickets(3, start=80)}, [None])]
     played = subprocess.run([sys.executable, Path(__file__).parent/'zerogpu/calls.py'], input=json.dumps(scenarios), env=environment, capture_output=True, text=True, timeout=180)
     assert played.returncode == 0, played.stderr
     (first, killed, second, before), (whole, nothing, beside), (refused, aside) = json.loads(played.stdout)
 
     one, late, two, all, no = calls()
-    assert [(c['asked'], c['end']) for c in (one, late, two, all, no)] == [(6, 'returned'), (0.2, 'late'), (6, 'returned'), (60, 'returned'), (60, 'returned')]
-    assert one['seconds'] < 6 and two['seconds'] < 6
+    assert [(c['asked'], c['end']) for c in (one, late, two, all, no)] == [(8, 'returned'), (0.2, 'late'), (8, 'returned'), (60, 'returned'), (60, 'returned')]
+    assert one['seconds'] < 8 and two['seconds'] < 8
     at, further = first['global_step'], second['global_step']
     assert 1 <= at < further < 3000 and first['stopped'].startswith(f'stopped after step {at}, saved; {at} of 3000 rows')
     assert 'GPU task aborted' in killed['refused'] and 'the next drain goes on' in killed['refused'] and killed['status']['global_step'] == at
     kept = Session(load_config({}, **long)).at().commit
     assert kept.step == further and kept.body['open'][0]['trained_rows'] == further and f'then verified at step {at}' in kept.body['open'][0]['continued'].replace('continued exactly from', 'verified at')
-    assert [end['queue'] for end in (first, killed, second)] == [['long']] * 3 and first['told'] == ['asking for a GPU for 6 s']
+    assert [end['queue'] for end in (first, killed, second)] == [['long']] * 3 and first['told'] == ['asking for a GPU for 8 s']
 
     assert whole['queue'] == [] and [job['rows_trained_once'] for job in whole['jobs']] == [True, True] and (nothing['jobs'], nothing['told']) == ([], [])
     plain = settings('plain', queue_persist=True)
@@ -63,9 +63,9 @@ def test_the_command(lent, tmp_path):
     settings, environment, calls = lent
     persistent = settings('bucket', grad_accum=1, queue_persist=True)
     submit(persistent, [tickets(3000)])
-    command = [sys.executable, '-m', 'incremental_train', 'drain', '--max-seconds', '6', '--json']
+    command = [sys.executable, '-m', 'incremental_train', 'drain', '--max-seconds', '8', '--json']
     steps = [json.loads(subprocess.run(command, env=environment | {k.upper(): str(v) for k, v in persistent.items()}, capture_output=True, check=True).stdout)['global_step'] for _ in range(2)]
-    assert 1 <= steps[0] < steps[1] and all(call['end'] == 'returned' and call['seconds'] < 6 for call in calls())
+    assert 1 <= steps[0] < steps[1] and all(call['end'] == 'returned' and call['seconds'] < 8 for call in calls())
 
 
 def test_stores_that_do_not_survive_a_fork(toy, monkeypatch):
