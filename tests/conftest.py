@@ -3,6 +3,7 @@ import os
 
 import pytest
 
+if 'PYTEST_XDIST_WORKER' in os.environ: os.environ.setdefault('OMP_NUM_THREADS', '1') # a core for each process; read when torch is imported
 os.environ.update(HF_HUB_OFFLINE='1', HF_HUB_DISABLE_TELEMETRY='1', TOKENIZERS_PARALLELISM='false')
 
 from incremental_train.config import load_config
