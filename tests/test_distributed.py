@@ -296,6 +296,7 @@ def run_file(toy, tmp_path):
     return write
 
 
+@pytest.mark.slow
 def test_a_run_file(run_file, tmp_path):
     "A KTO run on two processes has the single process's losses; killed, it goes on, to the same bytes"
     one, two, cut = (run_file(name, 'kto') for name in ('one', 'two', 'cut'))
