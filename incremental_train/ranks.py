@@ -223,7 +223,7 @@ def take_part(main, # what the command does, in the first process
             for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, signal.SIG_IGN) # they end with the first process
             os.environ['HF_HUB_DISABLE_PROGRESS_BARS'] = '1'
             return follow()
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT)) # what launchers send when they want to end
+        signal.signal(signal.SIGTERM, lambda *_: _place.broken or signal.raise_signal(signal.SIGINT)) # what launchers send when they want to end, and when a process is lost, which is noticed anyway
         threading.Thread(target=_signs, args=(ended,), daemon=True, name='signs').start()
         return main()
     except Refused as e:
@@ -231,6 +231,7 @@ def take_part(main, # what the command does, in the first process
         sys.exit(1)
     finally:
         ended.set()
+        if _place.world > 1: signal.signal(signal.SIGTERM, signal.SIG_IGN) # it ends already
         with _place.lock:
             if not _place.rank and _place.world > 1 and not _place.broken:
                 try: share(None)

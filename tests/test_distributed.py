@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,6 +234,8 @@ def test_a_failure_in_one_process_is_one_in_all(tmp_path):
 TORCHRUN = ('-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2')
 ACCELERATE = ('-m', 'accelerate.commands.launch', '--multi_gpu', '--num_processes', '2', '--num_machines', '1', '--mixed_precision', 'no', '--dynamo_backend', 'no', '--main_process_port', '0')
 
+FSDP = ('-m', 'accelerate.commands.launch', '--config_file', str(Path(__file__).parents[1]/'examples'/'fsdp.yaml'), '--main_process_port', '0')
+
 
 def command(settings, launcher, *args, seconds=150):
     "A launcher's command: -> (exit code, standard output, standard error)"
@@ -244,7 +247,7 @@ def command(settings, launcher, *args, seconds=150):
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize('launcher', [TORCHRUN, pytest.param(ACCELERATE, marks=pytest.mark.slow)], ids=['torchrun', 'accelerate'])
+@pytest.mark.parametrize('launcher', [TORCHRUN, *(pytest.param(launcher, marks=pytest.mark.slow) for launcher in (ACCELERATE, FSDP))], ids=['torchrun', 'accelerate', 'fsdp'])
 def test_the_launchers(bucket, launcher):
     "One object on standard output"
     settings = bucket()
@@ -252,6 +255,7 @@ def test_the_launchers(bucket, launcher):
     code, out, err = command(settings, launcher, 'drain', '--json')
     assert code == 0, err
     assert json.loads(out)['jobs'][0]['steps'] == 2 and outcome(settings)[1] == 2
+    assert Session(load_config({}, **settings)).experiment()['engine'] == ('trl' if launcher is FSDP else 'packed')
 
 
 def cli(settings, *args):
@@ -292,6 +296,7 @@ def run_file(toy, tmp_path):
     return write
 
 
+@pytest.mark.slow
 def test_a_run_file(run_file, tmp_path):
     "A KTO run on two processes has the single process's losses; killed, it goes on, to the same bytes"
     one, two, cut = (run_file(name, 'kto') for name in ('one', 'two', 'cut'))
