@@ -47,6 +47,9 @@ def cell(front, code, seconds=500) -> str: # its last line
 def queue_rows(front, rows, start): cell(front, f'print(session.submit({json.dumps(tickets(rows, start))!r}))')
 
 
+def cpu(front) -> float: return float(cell(front, 'import time; print(time.process_time())')) # seconds of the kernel's process, which other work on the machine hardly changes
+
+
 def without_panel(front, step) -> float: # seconds
     "Drain in a cell"
     return float(cell(front, DRAIN))
@@ -91,6 +94,13 @@ def painting(folder, steps) -> dict:
     return dict(log_rows=steps, tick_ms=round(1000 * statistics.median(t for t, _ in times), 1), idle_tick_ms=round(1000 * statistics.median(t for _, t in times), 1), state_kb=round(state_size(panel) / 1000, 1))
 
 
+def cost(pairs) -> dict: # of (seconds, CPU seconds) without and with
+    "The panel's share, as the median of each round's ratio"
+    walls, cpus = ([[side[n] for side in pair] for pair in pairs] for n in (0, 1))
+    percent = lambda sides: round(100 * (statistics.median(b / a for a, b in sides) - 1), 1)
+    return dict(seconds=[[round(s, 1) for s in sides] for sides in walls], cpu_seconds=[[round(s, 1) for s in sides] for sides in cpus], cost_percent=percent(walls), cpu_cost_percent=percent(cpus))
+
+
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('--model', default=next(iter(EMBEDDED)), help='MODEL_ID, or toy')
@@ -108,11 +118,12 @@ if __name__ == '__main__':
                 for way in (without_panel, with_panel):
                     queue_rows(front, args.rows, 1000 * (1 + n)) # the same rows in both
                     step += n_steps(args.rows, args.grad_accum)
-                    pair.append(way(front, step))
+                    before = cpu(front)
+                    pair.append((way(front, step), cpu(front) - before))
                 pairs.append(pair)
             queue_rows(front, 20 * args.rows, 500_000)
             cells, acknowledged, stopped = answers(front, 9)
         finally: front.close()
-        print(json.dumps({'model': args.model, 'rows': args.rows, 'threads': os.environ.get('OMP_NUM_THREADS', 'all'), 'without_s': [round(a, 2) for a, _ in pairs], 'with_s': [round(b, 2) for _, b in pairs],
-                          'cost_percent': round(100 * (statistics.median(b / a for a, b in pairs) - 1), 1), 'cell_answers_s': round(statistics.median(cells), 3), 'slowest_s': round(max(cells), 3),
+        print(json.dumps({'model': args.model, 'rows': args.rows, 'threads': os.environ.get('OMP_NUM_THREADS', 'all'), 'rounds': args.rounds, **cost(pairs),
+                          'cell_answers_s': round(statistics.median(cells), 3), 'slowest_s': round(max(cells), 3),
                           'stop_acknowledged_s': round(acknowledged, 3), 'stopped_s': round(stopped, 2), **painting(folder, 10_000)}))

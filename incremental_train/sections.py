@@ -94,7 +94,9 @@ class SubmitBox:
         session, row, method, trains = self.panel.session, self.row.value, self.method.value, self.panel.work.lane.doing
         def work():
             self.ray = session.xray(source, row, method)
-            if not trains: self.planned = session.plan(source, method); self.panel.work.pace[method] = self.planned.seconds / self.planned.schedule.rows # it measures the machine, which should be free then
+            if not trains: # it measures the machine, which should be free then
+                self.planned = session.plan(source, method)
+                self.panel.work.pace[method] = self.planned.seconds / self.planned.schedule.rows
             return 'done', f'Row {row} as it will be trained' + ('; no plan while a training goes on' if trains else '')
         self.panel.desk.start('Reading the rows', work, self.panel.spawn)
 

@@ -194,7 +194,7 @@ def toy_settings(toy): return {'MODEL_ID': toy, 'GRAD_ACCUM': 1, 'THREADS': 1, '
 
 
 def test_a_person_trains_a_tiny_model(toy, tmp_path):
-    flow(tmp_path, SHOTS/'tiny', toy_settings(toy), list(map(json.dumps, tickets(800))), 804, 'Where is it?', reload_while_training=False)
+    flow(tmp_path, SHOTS/'tiny', toy_settings(toy), list(map(json.dumps, tickets(500))), 504, 'Where is it?', reload_while_training=False)
 
 
 @pytest.mark.slow # about two minutes each
