@@ -54,7 +54,7 @@ class Person:
         expect(self.part('xray').locator('mark').first).to_contain_text('⟦')
         self.shot('1-look')
         self.press('1 Submit to queue')
-        self.reads('status', f'✓ Queued {len(trace)} rows')
+        self.reads('status', f'✓ Queued {len(trace):,} rows')
         expect(self.find('textbox', 'Rows')).to_have_value('')
         with self.page.expect_file_chooser() as chooser: self.press('or a file')
         chooser.value.set_files(more)
