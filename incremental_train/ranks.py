@@ -8,7 +8,7 @@ __all__ = ['LAUNCHER', 'world', 'rank', 'sharded', 'alone', 'Lost', 'share', 'ev
 
 # %% ../nbs/02d_ranks.ipynb #9a9d5186
 import logging, os, signal, sys, threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -166,6 +166,7 @@ def follow():
         except Lost: raise
         except Exception: continue # the first process knows, and decides
         state = state or result[0]
+    with suppress(Lost): everywhere(lambda: None) # the first process waits until all have heard
 
 # %% ../nbs/02d_ranks.ipynb #6fb172af
 def _signs(ended):
@@ -234,5 +235,4 @@ def take_part(main, # what the command does, in the first process
         if _place.world > 1: signal.signal(signal.SIGTERM, signal.SIG_IGN) # it ends already
         with _place.lock:
             if not _place.rank and _place.world > 1 and not _place.broken:
-                try: share(None)
-                except Lost: pass
+                with suppress(Lost): share(None); everywhere(lambda: None)
