@@ -146,7 +146,7 @@ def largest_pass(rows, config: Config, method: str, engine: str, budget: int) ->
     return max((p for step in steps for p in passes(step, config, method, engine, budget)), key=lambda p: tokens_in(p, engine))
 
 # %% ../nbs/03a_cost.ipynb #6dfed2f3
-BEYOND = {'trl': (0.0, 0.34, 40), 'packed': (0.35, 0.35, 60)} # what allocator and kernels hold beyond what is alive: a share of the activations, one of the head, and MB; measured on 2 CPU cores
+BEYOND = {'trl': (0.0, 0.34, 40), 'packed': (0.1, 0.2, 75)} # what allocator and kernels hold beyond what is alive: a share of the activations, one of the head, and MB; measured on 2 CPU cores
 RUNTIME_MB = {'trl': 490, 'packed': 385} # Python, torch and the engine's imports on a CPU
 
 # %% ../nbs/03a_cost.ipynb #f507ed7b
