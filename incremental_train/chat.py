@@ -110,7 +110,7 @@ class ChatTokenizer:
     @cached_property
     def _behind(self) -> str | None: # None for a template that refuses this
         "What the template writes behind a last answer"
-        try: return self._render([{'role': role, 'content': PROBE} for role in ('user', 'assistant')]).rpartition(PROBE)[2]
+        try: return self._render([{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': PROBE}]).replace(OPEN, '').replace(CLOSE, '').partition(PROBE)[2]
         except Refused: return None
 
     @cached_property

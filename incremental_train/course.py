@@ -218,7 +218,7 @@ class Work:
 
     def ask(self, prompt, max_new_tokens, spawn=in_thread) -> bool: # False: something is being done already
         "One question to base model and adapter"
-        def work(): self.answer = self.session.chat(prompt, max_new_tokens) | {'max_new_tokens': max_new_tokens, 'step': self.session.at().commit.step}
+        def work(): self.answer = self.session.chat(prompt, max_new_tokens), self.session.at().commit.step
         return self.lane.start('Asking base model and adapter', work, spawn)
 
     def change(self, doing, work, spawn=in_thread) -> bool: # False: something is being done already

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from .chat import CLOSE, OPEN, PROBE, ChatTokenizer, _raw_spans, check_messages, shape
+from .chat import ChatTokenizer, _raw_spans, check_messages, shape
 from .config import Refused
 from .reading import TraceRefused
 from .rows import DpoRow, KtoRow, Turn
@@ -82,9 +82,7 @@ def _encode_messages(tokenizer, chat: Conversation) -> Encoded:
 # %% ../nbs/00b_encode.ipynb #bb588dd5
 def end_ids(tokenizer: ChatTokenizer) -> list[int]: # token ids at which an answer is over
     "The tokenizer's end token and the one that the template puts behind an answer, which need not be the same"
-    try: after = tokenizer._render([{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': PROBE}]).replace(OPEN, '').replace(CLOSE, '').partition(PROBE)[2]
-    except Refused: after = ''
-    closing = tokenizer._end.match(after)
+    closing = tokenizer._end.match(tokenizer._behind or '')
     ids = [tokenizer.eos_id, closing and tokenizer.chat.token_to_id(closing[1])]
     return sorted({i for i in ids if i is not None})
 

@@ -12,6 +12,7 @@ import html
 from .course import Course, Said, many
 from .encode import XRay
 from .plan import Plan, duration
+from .publish import loading
 from .runs import smoothed
 
 # %% ../nbs/05_paint.ipynb #2e1f6630
@@ -157,15 +158,15 @@ def loading_html(standing: dict, # as `Session.status` gives it
     "Where the adapter is, and three lines that load it"
     if not standing.get('checkpoint'): return block('There is no adapter yet: nothing was trained, or everything was undone.')
     at = str(folder/standing['checkpoint']) if folder else f"{standing['bucket']}/{standing['checkpoint']}"
-    code = f'from peft import PeftModel; from transformers import AutoModelForCausalLM\nbase = AutoModelForCausalLM.from_pretrained({base!r})\nmodel = PeftModel.from_pretrained(base, {at!r})'
+    code = '\n'.join(loading(at, (base, None)))
     where = f"The adapter of step {standing['global_step']} is in <code>{html.escape(at)}</code>" + ('. To load it:' if folder else '; with that folder copied here:')
     return block(f'{where}<pre style="white-space:pre-wrap;border:1px solid {LINE};padding:4px;margin:2px 0">{html.escape(code)}</pre>')
 
 # %% ../nbs/05_paint.ipynb #ad002806
-def answers_html(answer: dict | None # as `Session.chat` gives it, with `max_new_tokens` and `step`
+def answers_html(asked: tuple | None # (`Answers`, step of the adapter)
                 ) -> str: # HTML
     "Base model and adapter side by side, with how they were asked"
-    if answer is None: return ''
+    if asked is None: return ''
+    answer, step = asked
     cell = lambda who: f'<div style="flex:1;min-width:220px;border:1px solid {LINE};padding:6px"><b>{who}</b><div style="white-space:pre-wrap" class="it-answer-{who.split()[0]}">{html.escape(answer[who.split()[0]])}</div></div>'
-    how = f"greedy, at most {answer['max_new_tokens']} new tokens, adapter of step {answer['step']}"
-    return block(f'<div><b>{html.escape(answer["prompt"])}</b> ({how})</div><div style="display:flex;flex-wrap:wrap;gap:8px">{cell("base model")}{cell("adapter")}</div>')
+    return block(f'<div><b>{html.escape(answer["prompt"])}</b> ({answer.how()}, adapter of step {step})</div><div style="display:flex;flex-wrap:wrap;gap:8px">{cell("base model")}{cell("adapter")}</div>')
